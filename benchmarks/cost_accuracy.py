@@ -45,7 +45,8 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.measure.collect import GroupMix, collect, draw_sets
+from dreamshard_planner.measure.collect import collect
+from dreamshard_planner.measure.sets import GroupMix, draw_sets
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.tables import Workload
 from placements.placers import best_scale

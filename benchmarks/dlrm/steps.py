@@ -32,9 +32,8 @@ from dreamshard_planner import DreamShardPlanner, Observation, observe
 from dreamshard_planner.measure.collect import REFERENCE_SETS
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, processor_time, time_groups
-from dreamshard_planner.observing.hooks import Hooks, kernels_in, lookups_of
+from dreamshard_planner.observing.hooks import DeviceClock, Hooks, Step, StepRecorder, kernels_in, lookups_of
 from dreamshard_planner.observing.observation import rank_file
-from dreamshard_planner.observing.recorder import DeviceClock, Step, StepRecorder
 
 WARMUP_STEPS = 3
 OBSERVED_STEPS = 50

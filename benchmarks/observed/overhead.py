@@ -29,8 +29,8 @@ from dlrm.planners import make_planners, plan_all
 from dlrm.steps import Trainee
 from dreamshard_planner import observe
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped
+from dreamshard_planner.workload.counting import EVERY
 from dreamshard_planner.workload.pools import named_pool
-from dreamshard_planner.workload.sampling import EVERY
 
 WARMUP_STEPS = 10
 

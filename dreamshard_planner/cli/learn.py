@@ -178,7 +178,7 @@ def collect(
     cores, of its own.
     """
     from dreamshard_planner.measure.collect import collect
-    from dreamshard_planner.measure.shards import draw_mixed_sets
+    from dreamshard_planner.measure.sets import draw_mixed_sets
     from dreamshard_planner.training import pool_tables
 
     folder = out.with_suffix(".blocks")

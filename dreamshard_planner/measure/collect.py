@@ -1,56 +1,42 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Draw sets of tables, measure them as fused kernels, and keep the result through any interruption.
+"""Measure sets as fused kernels, and keep the result through any interruption.
 
 Sets are measured in blocks: the repeats of one block are interleaved, so that the repeats of one set lie apart in
-time, each right behind a run of one fixed reference set. A block's records are written when it is done. Several ranks,
-each with a device or cores of its own, share the sets.
+time, each right behind a run of one fixed reference set. Several ranks, each with a device or cores of its own, share
+the sets.
 
-Shape letters: R repeats, 2 (forward, backward).
+The record is a folder with one dataset file per measured block. Each rank writes files of its own, whole or not at
+all, so a process that dies loses the block that it was measuring. A collection may go on with more or fewer ranks:
+rank r also reads the files of ranks r + size, r + 2 size and so on.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
+import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from dreamshard_planner.cost.dataset import CostDataset, as_measured
-from dreamshard_planner.errors import TaskError
-from dreamshard_planner.measure.blocks import MeasuredBlocks
+from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, require_same_hardware
+from dreamshard_planner.errors import DatasetError, FileError, TaskError
 from dreamshard_planner.measure.hardware import check_kernels, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.timing import Samples, pinned, time_groups
+from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.support.progress import progress_bar
-from dreamshard_planner.workload.tables import Table, Workload, workloads_of
-
-BATCH_SIZES = {
-    "cpu": (256, 512, 1024, 2048, 4096),
-    "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
-}
-"""Samples that a kernel sees, by device, where minutes have to do: a large batch takes as long as many small ones."""
-
-MAX_SET_WORK = {"cpu": 180e6, "cuda": 5e9}
-"""Largest :func:`set_work` of a drawn set: about 180 ms, forward and backward, on one 2.6 GHz Zen 4 core; on CUDA, some
-60 tables of dim 64 with 16 lookups in each of 65,536 samples, which any card holds."""
-
-WORK_SPREAD = 40.0
-"""Largest over smallest limit of drawn sets, log-uniform between. With one limit for all, of 60e6, most of the time
-went into sets near it, and kernels of twice the work had to be extrapolated."""
-
-_SEED_APART = 20_000
-"""Added to the seed of sets for that of their limits: sets are the same without."""
-
-_SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
-"""How much longer a lookup takes there, median over sets measured on that core: FBGEMM's CPU backward pass of
-sequences is slow."""
+from dreamshard_planner.workload.tables import Workload
 
 _REFERENCE_SET = tuple(
     Workload(
@@ -70,143 +56,7 @@ REFERENCE_SETS = {
 }
 """By device, timed beside every set of every collection: its time tells how fast the machine is just then. On CUDA it
 moves gigabytes, so that it takes about a millisecond there as well."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMix:
-    """What share of the drawn sets has each attribute; the rest is pooled, unweighted, fp32, SGD, of mixed dims."""
-
-    sequence: float = 0.08
-    weighted: float = 0.08
-    """Of the pooled sets; sequence lookups take no weights."""
-    fp16: float = 0.10
-    rowwise_adagrad: float = 0.30
-    adagrad: float = 0.30
-    one_dim: float = 0.25
-    """Of the pooled sets, as many models have it: on GPUs the widest table of a kernel counts for all of them."""
-
-    def __post_init__(self) -> None:
-        for name, share in asdict(self).items():
-            if not 0 <= share <= 1:
-                raise TaskError(f"share of {name} sets must be between 0 and 1, got {share}")
-        if self.rowwise_adagrad + self.adagrad > 1:
-            raise TaskError(f"shares of optimizers exceed 1: {self.rowwise_adagrad} and {self.adagrad}")
-
-    def draw(self, generator: torch.Generator) -> dict[str, int | bool | str]:
-        """Attributes of one set."""
-        sequence, weighted, fp16, optimizer = torch.rand(4, generator=generator).tolist()
-        pooled = sequence >= self.sequence
-        return {
-            "pooled": pooled,
-            "weighted": pooled and weighted < self.weighted,
-            "weight_bytes": 2 if fp16 < self.fp16 else 4,
-            "optimizer": self.optimizer(optimizer),
-            "memory": "device",
-        }
-
-    def optimizer(self, share: float) -> str:
-        """By a random share of all sets."""
-        if share < self.rowwise_adagrad:
-            return "rowwise_adagrad"
-        return "adagrad" if share < self.rowwise_adagrad + self.adagrad else "sgd"
-
-
-@lru_cache(maxsize=16)
-def _workloads(tables: tuple[Table, ...], batch_size: int) -> list[Workload]:
-    """Of tables that sets are drawn from again: calibration does so for each optimizer."""
-    return workloads_of(tables, batch_size)
-
-
-def draw_sets(
-    tables: Sequence[Table],
-    num_sets: int,
-    seed: int,
-    batch_sizes: Sequence[int] | None = None,
-    max_tables: int = 40,
-    mix: GroupMix | None = None,
-    max_work: float | None = None,
-    device: str = "cpu",
-) -> list[list[Workload]]:
-    """Random groups to measure.
-
-    Set sizes are log-uniform from 1 to ``max_tables``; batch sizes come from a ladder, each as likely as the
-    others; tables of a set are distinct, and of one dim in a share of the sets and where sequences are looked up.
-    Tables that would carry a set past its limit are left out of it; where none fits, another that does is its only
-    one, else the lightest.
-
-    Args:
-        tables: the pool; its own pooling, weighting, precision, optimizer and memory are replaced by drawn ones.
-        num_sets: how many.
-        seed: of everything.
-        batch_sizes: samples that a kernel sees. Default: ``BATCH_SIZES`` of the device.
-        max_tables: largest set.
-        mix: shares of the attributes.
-        max_work: limit of all sets. Default: one of its own for each, up to ``MAX_SET_WORK`` of the device.
-        device: ``cpu`` or ``cuda``: what is to measure the sets.
-    """
-    batch_sizes = BATCH_SIZES[device] if batch_sizes is None else batch_sizes
-    if not tables or not batch_sizes or max_tables < 1:
-        raise TaskError(f"no sets to draw: {len(tables)} tables, batch sizes {batch_sizes}, {max_tables} tables a set")
-    mix = mix or GroupMix()
-    generator, limits = torch.Generator().manual_seed(seed), work_limits(max_work, device, seed)
-    pools = {batch: _workloads(tuple(tables), batch) for batch in batch_sizes}
-    of_dim: dict[int, list[int]] = {}
-    for t, table in enumerate(tables):
-        of_dim.setdefault(table.dim, []).append(t)
-    variants: dict[tuple[object, ...], tuple[Workload, float]] = {}
-    sets = []
-    for _ in range(num_sets):
-        size_share, batch_share, dim_share = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
-        size = int(math.exp(size_share * math.log(max_tables + 1)))
-        batch = batch_sizes[int(batch_share * len(batch_sizes))]
-        attributes, limit = mix.draw(generator), next(limits)
-        # What choosing a dim leaves of the number is random as well: sets of mixed dims are the same without others.
-        one_dim_share, chosen = math.modf(dim_share * len(tables))
-        dim = tables[int(chosen)].dim
-        candidates = range(len(tables)) if attributes["pooled"] else of_dim[dim]
-        order = [candidates[i] for i in torch.randperm(len(candidates), generator=generator).tolist()]
-        if one_dim_share < mix.one_dim:
-            order = [i for i in order if tables[i].dim == dim]
-        group: list[Workload] = []
-        lightest: list[Workload] = []
-        total, least_work = 0.0, math.inf
-        for position, i in enumerate(order):
-            if position >= size and group:
-                break
-            key = (i, batch, *attributes.values())
-            if key not in variants:
-                workload = replace(pools[batch][i], **attributes)
-                variants[key] = workload, set_work([workload])
-            workload, work = variants[key]
-            if total + work <= limit:
-                group.append(workload)
-                total += work
-            if work < least_work:
-                lightest, least_work = [workload], work
-        sets.append(group or lightest)
-    return sets
-
-
-def work_limits(max_work: float | None, device: str, seed: int) -> Iterator[float]:
-    """The most :func:`set_work` of one drawn set after the other: ``max_work``, or up to that of the device."""
-    generator = torch.Generator().manual_seed(seed + _SEED_APART)
-    while True:
-        share = torch.rand(1, generator=generator, dtype=torch.float64).item()
-        yield MAX_SET_WORK[device] / WORK_SPREAD**share if max_work is None else max_work
-
-
-def set_work(workloads: Iterable[Workload]) -> float:
-    """What a set costs by rule of thumb, in nanoseconds of the core that :data:`MAX_SET_WORK` names.
-
-    An element of a lookup takes about 1 ns, a lookup as long as 16 elements more.
-    """
-    total = 0.0
-    for w in workloads:
-        slower = 1.0 if w.pooled else _SEQUENCE_WORK
-        slower *= _WEIGHTED_WORK if w.weighted else 1.0
-        slower *= _FP16_WORK if w.weight_bytes == 2 else 1.0
-        total += w.lookups * (w.dim + 16) * slower
-    return total
+_BLOCK = re.compile(r"rank(\d+)-(\d+)\.npz")
 
 
 def collect(
@@ -315,3 +165,125 @@ class _Pace:
         waiting = self._launch_bound / len(self._spreads)
         launch_bound = f", {waiting:.1%} of the runs launch-bound" if waiting else ""
         return f"{rate:.1f} sets/s, spread of repeats {statistics.median(self._spreads):.1%}{launch_bound}"
+
+
+class MeasuredBlocks:
+    """All blocks of one collection, as one rank sees them. A context manager, entered by all ranks together.
+
+    Args:
+        folder: holds the blocks; made if missing.
+        sets: to be measured.
+        repeats: timed runs of each set.
+        hardware: of this rank.
+        seed: of the collection.
+        ranks: processes that collect.
+
+    Raises:
+        DatasetError: a block is damaged, or of other sets, repeats, seed or hardware; or another process collects
+            into the folder.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        sets: Sequence[Sequence[Workload]],
+        repeats: int,
+        hardware: Hardware,
+        seed: int,
+        ranks: Ranks,
+    ) -> None:
+        self._folder, self._sets, self._repeats = Path(folder), sets, repeats
+        self._hardware, self._seed, self._ranks, self._stack = hardware, seed, ranks, ExitStack()
+        self._blocks: list[CostDataset] = []
+        self._number = 0
+        try:
+            places = self._places(ranks.gather(self._read_blocks))
+        except BaseException:
+            self._stack.close()
+            raise
+        self._positions = places[ranks.rank]
+        measured = {position for positions in places for position in positions}
+        self.missing = [position for position in range(len(sets)) if position not in measured]
+        """Indices of the sets that no rank has measured yet."""
+
+    def __enter__(self) -> MeasuredBlocks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _read_blocks(self) -> list[tuple[Workload, ...]]:
+        """Lock this rank's part of the folder and read its blocks; returns their sets."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._stack.enter_context(open_locked(self._folder / f"rank{self._ranks.rank}.lock"))
+        except FileError as error:
+            raise DatasetError(str(error)) from error
+        except OSError as error:
+            raise DatasetError(f"{self._folder}: cannot be written: {error.strerror or error}") from error
+        found = [(path, _BLOCK.fullmatch(path.name)) for path in sorted(self._folder.iterdir())]
+        for path, rank, number in [(path, int(match[1]), int(match[2])) for path, match in found if match]:
+            self._number = max(self._number, number + 1)
+            if rank % self._ranks.size == self._ranks.rank:
+                self._blocks.append(self._checked(path))
+        return [tuple(group) for block in self._blocks for group in block.sets]
+
+    def _checked(self, path: Path) -> CostDataset:
+        block = CostDataset.load(path)
+        require_same_hardware(path, block.hardware, self._hardware)
+        if block.seed != self._seed:
+            raise DatasetError(f"{path}: collected with seed {block.seed}, asked for {self._seed}; use another folder")
+        if block.repeats != self._repeats:
+            raise DatasetError(f"{path}: holds {block.repeats} repeats of each set, asked for {self._repeats}")
+        return block
+
+    def _places(self, of_ranks: Sequence[Sequence[tuple[Workload, ...]]]) -> list[list[int]]:
+        """Index of each measured set, by rank. Of equal sets, the first one measured is the first one asked for."""
+        open_places: dict[tuple[Workload, ...], deque[int]] = {}
+        for position, group in enumerate(self._sets):
+            open_places.setdefault(tuple(group), deque()).append(position)
+        try:
+            return [[open_places[group].popleft() for group in groups] for groups in of_ranks]
+        except (KeyError, IndexError):
+            measured = sum(map(len, of_ranks))
+            raise DatasetError(
+                f"{self._folder}: its {measured} sets are not all among the {len(self._sets)} asked for. Continue with "
+                "the same tables, seed and options, use another folder, or delete this one."
+            ) from None
+
+    def append(self, positions: Sequence[int], samples: Sequence[Samples]) -> None:
+        """Write a block of missing sets; it is on disk on return.
+
+        Raises:
+            DatasetError: the block cannot be written; those before it are kept.
+        """
+        sets = [self._sets[position] for position in positions]
+        times = [one.samples_ms.tolist() for one in samples]
+        references = [one.reference_ms.tolist() for one in samples if one.reference_ms is not None]
+        block = CostDataset.from_sets(sets, times, self._hardware, references or None, self._seed)
+        try:
+            block.save(self._folder / f"rank{self._ranks.rank}-{self._number}.npz")
+        except FileError as error:
+            raise DatasetError(f"{error}; the {len(self._positions)} sets measured before are kept") from error
+        self._number += 1
+        self._blocks.append(block)
+        self._positions += positions
+
+    def dataset(self) -> CostDataset:
+        """All blocks of all ranks, in the order of the sets.
+
+        Raises:
+            DatasetError: nothing was measured yet, or not all on one kind of hardware.
+        """
+        parts = self._ranks.gather(lambda: (self._positions, self._blocks))
+        blocks = [block for _, of_rank in parts for block in of_rank]
+        if not blocks:
+            raise DatasetError(f"{self._folder}: nothing was measured yet")
+        order = np.concatenate([positions for positions, _ in parts if positions]).argsort(kind="stable")
+        return CostDataset.concatenate(blocks).select(order)
+
+
+def remove_blocks(folder: Path, ranks: Ranks) -> None:
+    """Remove the record of a collection whose dataset is saved, on each host."""
+    if ranks.local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)

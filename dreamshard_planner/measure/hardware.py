@@ -101,22 +101,6 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def available_bytes(device: torch.device | str) -> int:
-    """Memory that nobody uses just now: of the card, or of the host, as far as this process's cgroup may have it."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    memory = Path("/proc/meminfo")
-    if memory.exists():
-        lines = (line.split() for line in memory.read_text().splitlines())
-        free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), free)
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return max(0, free)
-
-
 def total_bytes() -> int:
     """Memory of this host, as far as this process's cgroup may have it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -28,7 +28,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.workload.reuse import draw_indices
+from dreamshard_planner.workload.reuse import BIN_UPPER, NUM_REUSE_BINS, TOP_COUNT, mean_reuse
 from dreamshard_planner.workload.tables import Workload
 
 GROUP_FIELDS = ("batch_size", "weight_bytes", "pooled", "weighted", "optimizer", "memory")
@@ -180,6 +180,78 @@ def draw_inputs(workload: Workload, generator: torch.Generator) -> tuple[Tensor,
             indices.append(draw_indices(histogram, workload.rows, count, generator, distinct_rows=distinct))
     indices_L = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.int64, device=generator.device)
     return indices_L.long(), torch.cat(lengths)
+
+
+def draw_indices(
+    histogram: Sequence[float],
+    rows: int,
+    lookups: int,
+    generator: torch.Generator,
+    distinct_rows: float | None = None,
+) -> Tensor:
+    """Random indices, int64 [lookups], that realise a histogram as far as integers allow; on the generator's device.
+
+    Args:
+        histogram: shares of distinct rows, [K].
+        rows: of the table.
+        lookups: indices to draw.
+        generator: source of randomness.
+        distinct_rows: by default, lookups over the histogram's mean reuse.
+    """
+    device = generator.device
+    if lookups <= 0:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    share_K = torch.as_tensor(histogram, dtype=torch.float64, device=device).clamp_min(0)
+    if distinct_rows is None:
+        distinct_rows = lookups / float(mean_reuse(share_K[None]).clamp_min(1.0))
+    distinct = max(1, min(round(distinct_rows), rows, lookups))
+    share_K = (
+        share_K / share_K.sum()
+        if share_K.sum() > 0
+        else torch.eye(NUM_REUSE_BINS, dtype=torch.float64, device=device)[0]
+    )
+    edge_K = (share_K.cumsum(0) * distinct).round()
+    edge_K[-1] = distinct
+    per_bin_K = edge_K.diff(prepend=edge_K.new_zeros(1)).clamp_min(0).long()
+    lower_K = torch.tensor((1, *(edge + 1 for edge in BIN_UPPER)), device=device)
+    upper_K = torch.tensor((*BIN_UPPER, TOP_COUNT), device=device)
+    bin_R = torch.repeat_interleave(torch.arange(NUM_REUSE_BINS, device=device), per_bin_K)
+    low_R, high_R = lower_K[bin_R].double(), upper_K[bin_R].double()
+    uniform_R = torch.rand(distinct, generator=generator, dtype=torch.float64, device=device)
+    count_R = (low_R * ((high_R + 1) / low_R) ** uniform_R).floor().clamp(low_R, high_R)
+    count_R = _fit_total(count_R, low_R, high_R, lookups)
+    if distinct <= rows // 4:  # rejection is cheap, and a permutation of all rows is not
+        row_R = torch.randint(rows, (2 * distinct,), generator=generator, device=device).unique()
+        row_R = row_R[torch.randperm(len(row_R), generator=generator, device=device)][:distinct]
+        while len(row_R) < distinct:
+            more = torch.randint(rows, (distinct,), generator=generator, device=device)
+            row_R = torch.cat([row_R, more]).unique()[:distinct]
+    else:
+        row_R = torch.randperm(rows, generator=generator, device=device)[:distinct]
+    index_N = torch.repeat_interleave(row_R[torch.randperm(distinct, generator=generator, device=device)], count_R)
+    return index_N[torch.randperm(lookups, generator=generator, device=device)]
+
+
+def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Tensor:
+    """Change counts, within their bins while that suffices, until they sum to ``total`` >= R; int64 [R]."""
+    for _ in range(4):
+        lacking = total - count_R.sum()
+        room_R = (high_R - count_R) if lacking > 0 else (count_R - low_R)
+        if lacking == 0 or room_R.sum() == 0:
+            break
+        share = torch.clamp(lacking.abs() / room_R.sum(), max=1.0)
+        count_R = count_R + lacking.sign() * (room_R * share).floor()
+    count_R, low_R, high_R = count_R.long(), low_R.long(), high_R.long()
+    while (missing := total - int(count_R.sum())) != 0:
+        # Evenly, from the rows read most, whose bins are wide; out of their bins only if all are full.
+        step = 1 if missing > 0 else -1
+        room_R = (high_R - count_R if missing > 0 else count_R - low_R).clamp_min(0)
+        if not room_R.any():
+            room_R = torch.full_like(count_R, missing) if missing > 0 else count_R - 1
+        candidates = room_R.nonzero()[:, 0]
+        each = max(1, min(abs(missing) // len(candidates), int(room_R[candidates].min())))
+        count_R[candidates[-min(len(candidates), abs(missing)) :]] += step * each
+    return count_R
 
 
 class _WindowedTBE(SplitTableBatchedEmbeddingBagsCodegen):

@@ -27,7 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner.errors import DreamShardError, ObservationError, StatisticsError
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.observing.hooks import Hooks, kernels_in, lookups_of
+from dreamshard_planner.observing.hooks import DeviceClock, Hooks, Step, StepRecorder, kernels_in, lookups_of
 from dreamshard_planner.observing.observation import (
     Observation,
     ObservedKernel,
@@ -36,13 +36,12 @@ from dreamshard_planner.observing.observation import (
     RankSteps,
     rank_file,
 )
-from dreamshard_planner.observing.recorder import DeviceClock, Step, StepRecorder
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.kernels import memory_of
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.torchrec_components.compat import default_store
-from dreamshard_planner.workload.sampling import EVERY, BatchSampler
+from dreamshard_planner.workload.counting import EVERY, BatchSampler
 from dreamshard_planner.workload.tables import FeatureStatistics, costed_optimizer
 
 logger = logging.getLogger(__name__)

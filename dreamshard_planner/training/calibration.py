@@ -19,10 +19,10 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
-from dreamshard_planner.measure.blocks import remove_blocks
-from dreamshard_planner.measure.collect import BATCH_SIZES, GroupMix, draw_sets
+from dreamshard_planner.measure.collect import remove_blocks
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.ranks import Ranks
+from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, draw_sets
 from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, pool_tables

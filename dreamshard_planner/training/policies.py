@@ -15,7 +15,7 @@ from torch import Tensor
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.measure.collect import GroupMix, set_work, work_limits
+from dreamshard_planner.measure.sets import GroupMix, set_work, work_limits
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan, roll_out
 from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy

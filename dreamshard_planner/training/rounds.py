@@ -13,7 +13,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.measure.blocks import remove_blocks
+from dreamshard_planner.measure.collect import remove_blocks
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.support.files import check_writable

@@ -1,11 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Counting how features read their tables, batch by batch, in memory that does not grow with the batches.
+"""Count how features read their tables, batch by batch, in memory that does not grow with the batches.
 
 Shapes: N lookups, B samples, K = 17 reuse bins.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from dreamshard_planner.workload.tables import FeatureStatistics
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+EVERY = 100
+"""Counting a batch takes a fifth to half of a CPU's step on it (20 ms for 110,000 lookups): 0.5 % of them all."""
 SAME_BATCH = 1.25
 """How far batch sizes may be apart, as a ratio, for statistics to be merged."""
 
@@ -124,6 +127,70 @@ class BatchCounts:
             raise StatisticsError("no batches: cannot take statistics of nothing")
         wanted = {key: count for key, count in self._features.items() if count.has_samples or not with_samples}
         return {key: count.statistics() for key, count in wanted.items()}
+
+
+class BatchSampler:
+    """Counts every n-th batch of one rank, in memory that does not grow with the batches, without any collective.
+    Batches on a CUDA device are copied beside what runs there, and counted once the copy has come.
+
+    Args:
+        every: batches from one that is counted to the next; the first one is.
+
+    Raises:
+        StatisticsError: ``every`` is no whole number from 1.
+    """
+
+    def __init__(self, every: int = EVERY) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise StatisticsError(f"every must be a whole number of batches from 1, got {every!r}")
+        self.every, self.seen = every, 0
+        self._counts = BatchCounts()
+        self._coming: deque[tuple[KeyedJaggedTensor, torch.cuda.Event]] = deque()
+
+    @property
+    def counted(self) -> int:
+        """Batches counted, without copies on their way."""
+        return self._counts.batches
+
+    def add(self, batch: KeyedJaggedTensor) -> None:
+        """Count one batch of this rank if it is its turn, on the stream that may read it.
+
+        Raises:
+            StatisticsError: it has other keys than the batches before.
+        """
+        self.seen += 1
+        if self._coming and self._coming[0][1].query():
+            self._counts.add(self._coming.popleft()[0])
+        if (self.seen - 1) % self.every or self._coming:  # the memory of one copy bounds that of all
+            return
+        if not batch.values().is_cuda:
+            self._counts.add(batch)
+            return
+        copy, done = _on_host(batch), torch.cuda.Event()
+        done.record()
+        self._coming.append((copy, done))
+
+    def statistics(self) -> dict[str, FeatureStatistics]:
+        """Return statistics of the batches counted so far, by feature; waits for copies on their way. Features that
+        have no sample in them, as on a rank without data, are left out.
+
+        Raises:
+            StatisticsError: there was no batch.
+        """
+        while self._coming:
+            copy, done = self._coming.popleft()
+            done.synchronize()
+            self._counts.add(copy)
+        return self._counts.statistics(with_samples=True)
+
+
+def _on_host(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """A copy in pinned memory, which is there once the stream has come so far; reads nothing of it."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    strides = batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None
+    values, lengths = (tensor.to("cpu", non_blocking=True) for tensor in (batch.values(), batch.lengths()))
+    return KeyedJaggedTensor(batch.keys(), values, lengths=lengths, stride_per_key_per_rank=strides)
 
 
 @neutral()

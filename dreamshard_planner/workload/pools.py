@@ -232,15 +232,15 @@ def load_tables(path: str | Path) -> list[Table]:
     return tables
 
 
-def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS) -> list[Table]:
+def load_dlrm_dataset(path: str | Path) -> list[Table]:
     """Tables from one of Meta's dlrm_datasets, e.g. ``fbgemm_t856_bs65536.pt.gz``.
 
     A file holds one batch of all tables: indices int64 [N], offsets [T * B + 1] and lengths [T, B]. Pooling factors and
-    reuse are counted; rows are the largest index that was read, plus one. Dims are not in the file.
+    reuse are counted; rows are the largest index that was read, plus one. Dims are not in the file: they are drawn from
+    ``META_DIMS``, the same every time.
 
     Args:
         path: ``.pt``, or ``.pt.gz``; read with ``weights_only``, so that nothing is unpickled but tensors.
-        dims: to choose from at random, the same every time.
 
     Raises:
         TaskError: the file can't be read or is of another form; names the file and the reason.
@@ -264,12 +264,14 @@ def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS) -> list
     if not torch.equal(offsets.long(), counted) or len(indices_N) != int(counted[-1]) or bool((indices_N < 0).any()):
         raise TaskError(f"{path}: its offsets, lengths and indices contradict each other")
     bound_T = counted[::batch_size].tolist()
-    dim_T = torch.randint(len(dims), (num_tables,), generator=torch.Generator().manual_seed(0)).tolist()
+    dim_T = torch.randint(len(META_DIMS), (num_tables,), generator=torch.Generator().manual_seed(0)).tolist()
     tables = []
     for index, (start, end) in enumerate(zip(bound_T, bound_T[1:], strict=False)):
         read = indices_N[start:end]
         histogram, distinct = reuse_histogram(read)
         known = (tuple(histogram.tolist()), batch_size, distinct) if len(read) else ()
         feature = FeatureStatistics(len(read) / batch_size, *known)
-        tables.append(Table(f"dlrm_{index}", int(read.max()) + 1 if len(read) else 1, dims[dim_T[index]], (feature,)))
+        tables.append(
+            Table(f"dlrm_{index}", int(read.max()) + 1 if len(read) else 1, META_DIMS[dim_T[index]], (feature,))
+        )
     return tables

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,10 +17,9 @@ from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import read_json, write_whole
 from dreamshard_planner.support.formatting import some_of
-from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.counting import BatchCounts, count_lengths, merge_features
-from dreamshard_planner.workload.drift import Drift, drift
+from dreamshard_planner.workload.id_histogram import IdHistogram
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 if TYPE_CHECKING:
@@ -27,6 +27,64 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 SCHEMA = "dreamshard_planner.statistics/1"
+DRIFTED = 0.1
+"""A feature drifted where any of its changes is larger."""
+
+
+@dataclass(frozen=True)
+class FeatureDrift:
+    """How one feature changed. Each change is from 0 (none) up; None where it cannot be told."""
+
+    name: str
+    pooling_before: float
+    pooling_after: float
+    pooling_change: float
+    """Relative: 0.25 for a quarter more, or for as much less (from 5 to 4)."""
+    reuse_change: float | None
+    """Share of the distinct rows that would have to change their bin, 0 to 1; None without histograms at one batch
+    size."""
+    ids_change: float | None
+    """Largest difference between the shares of lookups that fall below any id, 0 to 1; None if unknown."""
+
+    @property
+    def largest(self) -> float:
+        """Of the changes."""
+        return max(self.pooling_change, self.reuse_change or 0.0, self.ids_change or 0.0)
+
+    @property
+    def drifted(self) -> bool:
+        return self.largest > DRIFTED
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Changes between two statistics."""
+
+    features: tuple[FeatureDrift, ...]
+    """Of both; most drifted first."""
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+
+    @property
+    def drifted(self) -> tuple[FeatureDrift, ...]:
+        """Features that changed by more than :data:`DRIFTED` in any way."""
+        return tuple(feature for feature in self.features if feature.drifted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "drifted": [feature.name for feature in self.drifted]}
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.drifted)} of {len(self.features)} features drifted (some change above {DRIFTED:.0%})."]
+        lines += [f"Only before: {', '.join(self.only_before)}."] if self.only_before else []
+        lines += [f"Only after: {', '.join(self.only_after)}."] if self.only_after else []
+        lines += [
+            f"{feature.name}: {feature.pooling_before:.3g} -> {feature.pooling_after:.3g} lookups per sample"
+            + ("" if feature.reuse_change is None else f", reuse {feature.reuse_change:.0%}")
+            + ("" if feature.ids_change is None else f", ids {feature.ids_change:.0%}")
+            for feature in self.drifted
+        ]
+        return "\n".join(lines)
 
 
 class TableStatistics(Mapping[str, FeatureStatistics]):
@@ -66,7 +124,6 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         cls,
         batches: Iterable[KeyedJaggedTensor | Batch] | KeyedJaggedTensor | Batch,
         keys: Sequence[str] | None = None,
-        progress: bool = False,
     ) -> TableStatistics:
         """Statistics over batches, each of about the local batch size.
 
@@ -78,7 +135,6 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
             batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, or what holds one in ``sparse_features`` as
                 ``torchrec.datasets.utils.Batch`` does; all with the same keys. A single one counts as one batch.
             keys: features to look at; the others belong to modules that are not planned. Default: all.
-            progress: a bar on stderr.
 
         Raises:
             StatisticsError: where there is no batch, the keys differ between batches, ``keys`` has others, or a batch
@@ -86,15 +142,11 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         """
         if isinstance(keys, str):
             raise StatisticsError(f"keys must be a list of feature names, got the string {keys!r}")
-        elements = _elements(batches)
-        total = len(elements) if isinstance(elements, Sized) else None
         counts = BatchCounts(keys)
-        with progress_bar("counting batches", total, progress) as advance:
-            for position, element in enumerate(elements):
-                with neutral():  # not around the loop: batches are made in the caller's state, random numbers and all
-                    counts.add(_sparse_features(element, position))
-                advance("")
-            return cls(counts.statistics())
+        for position, element in enumerate(_elements(batches)):
+            with neutral():  # not around the loop: batches are made in the caller's state, random numbers and all
+                counts.add(_sparse_features(element, position))
+        return cls(counts.statistics())
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, tuple[Any, Any]], batch_size: int) -> TableStatistics:
@@ -168,8 +220,13 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         return TableStatistics.merge(gathered)
 
     def diff(self, after: TableStatistics) -> Drift:
-        """What changed since these statistics were taken."""
-        return drift(self, after)
+        """Return what changed since these statistics were taken, feature by feature."""
+        both = [_drift(name, known, after[name]) for name, known in self.items() if name in after]
+        return Drift(
+            features=tuple(sorted(both, key=lambda feature: -feature.largest)),
+            only_before=tuple(name for name in self if name not in after),
+            only_after=tuple(name for name in after if name not in self),
+        )
 
     def unused(self, known: Iterable[str]) -> str | None:
         """Features that are not among ``known``, in words with close matches; None where there are none.
@@ -234,3 +291,29 @@ def _sparse_features(element: Any, position: int) -> KeyedJaggedTensor:
             f"batch {position}, of features {batch.keys()}, has no data: its values are a meta or fake tensor"
         )
     return batch
+
+
+def _drift(name: str, before: FeatureStatistics, after: FeatureStatistics) -> FeatureDrift:
+    reuse = None
+    if before.reuse_histogram and after.reuse_histogram and before.batch_size == after.batch_size:
+        pairs = zip(before.reuse_histogram, after.reuse_histogram, strict=True)
+        reuse = sum(abs(one - other) for one, other in pairs) / 2
+    return FeatureDrift(
+        name=name,
+        pooling_before=before.pooling_factor,
+        pooling_after=after.pooling_factor,
+        pooling_change=_relative(before.pooling_factor, after.pooling_factor),
+        reuse_change=reuse,
+        ids_change=None if before.ids is None or after.ids is None else _ids_change(before.ids, after.ids),
+    )
+
+
+def _relative(one: float, other: float) -> float:
+    low, high = sorted((one, other))
+    return 0.0 if low == high else math.inf if low == 0 else high / low - 1
+
+
+def _ids_change(before: IdHistogram, after: IdHistogram) -> float:
+    """Kolmogorov's distance: at the ends of both histograms' parts, since the shares are linear between them."""
+    points = {*range(0, before.end, before.width), before.end, *range(0, after.end, after.width), after.end}
+    return max(abs(before.shares(0, point)[0] - after.shares(0, point)[0]) for point in points)

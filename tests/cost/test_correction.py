@@ -18,7 +18,7 @@ from dreamshard_planner.cost.correction import StageCheck, check_costs, choose_c
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.measure.collect import GroupMix, draw_sets
+from dreamshard_planner.measure.sets import GroupMix, draw_sets
 from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.training.config import pool_tables
 from dreamshard_planner.workload.features import columns, feature_matrix, optimizer_of

@@ -21,7 +21,7 @@ from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_networ
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.errors import CheckpointError, TaskError
-from dreamshard_planner.measure.collect import draw_sets
+from dreamshard_planner.measure.sets import draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.training.config import QUICK

@@ -15,9 +15,10 @@ from torchrec.distributed.planner.types import Topology
 from common.set_clock import SetClock
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.measure import timing
-from dreamshard_planner.measure.collect import BATCH_SIZES, REFERENCE_SETS, collect, draw_sets, set_work
+from dreamshard_planner.measure.collect import REFERENCE_SETS, collect
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
+from dreamshard_planner.measure.sets import BATCH_SIZES, draw_sets, set_work
 from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.policy import tasks
 from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks

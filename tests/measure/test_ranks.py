@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.errors import DatasetError, DreamShardError
-from dreamshard_planner.measure.blocks import remove_blocks
-from dreamshard_planner.measure.collect import _Pace, collect, draw_sets
+from dreamshard_planner.measure.collect import _Pace, collect, remove_blocks
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.ranks import Ranks, local_ranks
+from dreamshard_planner.measure.sets import draw_sets
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from tests.faults import ended, start
 

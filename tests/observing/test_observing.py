@@ -29,12 +29,12 @@ from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.exchanges import ObservedExchange, _fit, _of_outputs, learn_exchanges
+from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, StepRecorder
 from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps, rank_file
 from dreamshard_planner.observing.observer import _counted, _counting
-from dreamshard_planner.observing.recorder import MOST_STEPS, DeviceClock, StepRecorder
 from dreamshard_planner.planning.cost_sources import links_of
-from dreamshard_planner.workload.sampling import BatchSampler
+from dreamshard_planner.workload.counting import BatchSampler
 from dreamshard_planner.workload.tables import FeatureStatistics
 from tests.planning.test_context import model
 from tests.torchrec_components.test_plugin import SHARDERS, topology

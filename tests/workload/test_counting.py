@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Statistics of data at hand, of parquet files, of several sources; what drifted between two."""
+"""Statistics of data at hand, of parquet files, of several sources, sampled while a job trains; drift."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner.workload.counting import BatchSampler, _on_host
 
 ONES = (1.0,) + (0.0,) * 16
 
@@ -126,15 +127,6 @@ def test_files_keep_how_many_batches_were_counted(tmp_path: Path) -> None:
     assert TableStatistics.from_json(tmp_path / "s.json")["f"].batches == counted["f"].batches == 5
 
 
-def test_a_bar_tells_how_far_the_counting_is(capsys: pytest.CaptureFixture) -> None:
-    lengths, ids = drawn(300)
-    TableStatistics.from_batches(batches_of(lengths, ids, 100), progress=True)
-    captured = capsys.readouterr()
-    assert "3/3" in captured.err and captured.out == ""
-    TableStatistics.from_batches(iter(batches_of(lengths, ids, 100)), progress=True)
-    assert "3/?" in capsys.readouterr().err
-
-
 def parquet(path: Path, lengths: np.ndarray, ids: np.ndarray, row_group_size: int = 130) -> Path:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
@@ -211,3 +203,64 @@ def test_drift_is_told_by_feature() -> None:
     doubled = TableStatistics({"f": FeatureStatistics(2 * before["f"].pooling_factor)})
     (change,) = before.diff(doubled).features
     assert change.pooling_change == pytest.approx(1.0) and change.reuse_change is None and change.ids_change is None
+
+
+def batches(count: int, seed: int = 0, samples: int = 64, lookups: int = 5) -> list[KeyedJaggedTensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.full((2 * samples,), lookups)
+    ids = (torch.rand(count, 2 * samples * lookups, generator=generator) ** 3 * 2000).long()
+    return [KeyedJaggedTensor(["a", "b"], values, lengths=lengths) for values in ids]
+
+
+def sampled(given: list[KeyedJaggedTensor], **settings: object) -> BatchSampler:
+    sampler = BatchSampler(**settings)
+    for batch in given:
+        sampler.add(batch)
+    return sampler
+
+
+def test_every_nth_batch_is_counted_as_from_batches_counts() -> None:
+    given = batches(10)
+    sampler = sampled(given, every=4)
+    assert (sampler.seen, sampler.counted) == (10, 3)
+    expected = TableStatistics.from_batches([given[0], given[4], given[8]])
+    assert dict(sampler.statistics()) == dict(expected) and sampler.statistics()["a"].batches == 3
+
+
+def test_a_job_goes_on_where_nothing_was_read() -> None:
+    with pytest.raises(StatisticsError, match="no batches"):
+        BatchSampler().statistics()
+    for every in (0, -1, True, 2.5, "3"):
+        with pytest.raises(StatisticsError, match="every must be a whole number of batches from 1"):
+            BatchSampler(every)
+
+
+def test_features_without_samples_are_left_out() -> None:
+    uneven = KeyedJaggedTensor(
+        ["a", "b"], torch.tensor([1, 1]), lengths=torch.tensor([2]), stride_per_key_per_rank=[[1], [0]]
+    )
+    assert list(sampled([uneven]).statistics()) == ["a"]
+    assert not sampled(batches(2, samples=0)).statistics()
+
+
+def test_a_copy_keeps_batch_sizes_of_its_own_for_each_key() -> None:
+    uneven = KeyedJaggedTensor(
+        ["a", "b"], torch.tensor([1, 1, 2, 3, 4]), lengths=torch.tensor([2, 1, 2]), stride_per_key_per_rank=[[2], [1]]
+    )
+    expected = TableStatistics.from_batches([uneven])
+    assert dict(TableStatistics.from_batches([_on_host(uneven)])) == dict(expected)
+    assert dict(sampled([uneven]).statistics()) == dict(expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_on_a_device_are_counted_without_waiting() -> None:
+    given = batches(6)
+    sampler = BatchSampler(every=2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in [batch.to(torch.device("cuda"), non_blocking=True) for batch in given]:
+            sampler.add(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    statistics = sampler.statistics()
+    assert 1 <= sampler.counted <= 3 and statistics["a"].pooling_factor == 5

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dreamshard_planner import TaskError
+from dreamshard_planner.measure.kernels import draw_indices
 from dreamshard_planner.workload.pools import (
     load_dlrm_dataset,
     load_tables,
@@ -22,7 +23,7 @@ from dreamshard_planner.workload.pools import (
     save_tables,
     split_tables,
 )
-from dreamshard_planner.workload.reuse import bin_mean_reuse, draw_indices, mean_reuse, reuse_histogram
+from dreamshard_planner.workload.reuse import bin_mean_reuse, mean_reuse, reuse_histogram
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 DATA = resources.files("dreamshard_planner.workload") / "data"
@@ -85,24 +86,6 @@ def test_meta_like_pools_match_the_published_statistics(year: int, pooling: floa
         assert distinct == pytest.approx(lookups / float(mean_reuse(torch.tensor([feature.reuse_histogram]))), rel=0.02)
 
 
-@pytest.mark.parametrize("year", [2021, 2022])
-def test_drawn_tables_pool_to_what_their_histograms_say(year: int) -> None:
-    pool = [table for table in named_pool(f"meta_like_{year}")[::40] if table.pooling_factor < 20]
-    histogram_TK = torch.tensor([table.features[0].reuse_histogram for table in pool], dtype=torch.float64)
-    lookups_T = torch.tensor([round(t.pooling_factor * t.features[0].batch_size) for t in pool]).double()
-    said_K = (histogram_TK * (lookups_T / mean_reuse(histogram_TK))[:, None]).sum(0)
-    drawn_K = torch.zeros_like(said_K)
-    for table, lookups in zip(pool, lookups_T.int().tolist(), strict=True):
-        generator = torch.Generator().manual_seed(lookups)
-        indices = draw_indices(table.features[0].reuse_histogram, table.rows, lookups, generator)
-        histogram_K, distinct = reuse_histogram(indices)
-        drawn_K += histogram_K * distinct
-    assert float(drawn_K.sum()) == pytest.approx(float(said_K.sum()), rel=0.01)
-    assert (drawn_K / drawn_K.sum() - said_K / said_K.sum()).abs().max() < 0.03
-    said_lookups_K, drawn_lookups_K = said_K * bin_mean_reuse(), drawn_K * bin_mean_reuse()
-    assert (drawn_lookups_K / drawn_lookups_K.sum() - said_lookups_K / said_lookups_K.sum()).abs().max() < 0.03
-
-
 def test_tables_survive_a_file(tmp_path) -> None:
     path = tmp_path / "tables.json"
     features = (FeatureStatistics(1 / 3), FeatureStatistics(2.0, (0.5, 0.5) + (0.0,) * 15, 64))
@@ -159,7 +142,6 @@ def test_tables_of_a_dlrm_dataset(tmp_path, name: str) -> None:
     assert (first.pooling_factor, empty.pooling_factor, last.pooling_factor) == (1.5, 0.0, 2.0)
     assert first.features[0].reuse_histogram[:3] == (0.5, 0.5, 0.0) and first.features[0].batch_size == 2
     assert last.features[0].reuse_histogram[:3] == (0.5, 0.0, 0.5)
-    assert load_dlrm_dataset(path, dims=[64])[0].dim == 64
 
 
 class NotTensors:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner import FeatureStatistics
+from dreamshard_planner.measure.kernels import draw_indices
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.reuse import (
     NUM_REUSE_BINS,
     bin_mean_reuse,
     cache_hits,
     default_reuse,
-    draw_indices,
     mean_reuse,
     merge_reuse,
     rescale_reuse,

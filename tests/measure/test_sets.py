@@ -1,7 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Sets of shards to measure, and what data-parallel tables cost beside their kernels."""
+"""Drawn sets cover what planning meets: whole tables, shards, and what data-parallel tables cost beside kernels."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +11,18 @@ from torchrec.distributed.planner import Topology
 
 from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dense_ms
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.measure.collect import draw_sets, set_work
 from dreamshard_planner.measure.kernels import FusedKernel, check_group
-from dreamshard_planner.measure.shards import MAX_ROW_BLOCKS, MAX_SLICES, draw_mixed_sets, draw_shard_sets
+from dreamshard_planner.measure.sets import (
+    BATCH_SIZES,
+    MAX_ROW_BLOCKS,
+    MAX_SET_WORK,
+    MAX_SLICES,
+    GroupMix,
+    draw_mixed_sets,
+    draw_sets,
+    draw_shard_sets,
+    set_work,
+)
 from dreamshard_planner.training import QUICK, pool_tables
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
 
@@ -19,7 +30,81 @@ TABLES = [
     Table(f"t{i}", rows=1000 * (i + 1), dim=(4, 8, 64, 256)[i % 4], features=(FeatureStatistics(float(i % 9)),))
     for i in range(40)
 ]
+WHOLE = [
+    Table(f"t{i}", rows=100 * (i + 1), dim=(8, 16, 32)[i % 3], features=(FeatureStatistics(float(i % 7)),))
+    for i in range(60)
+]
 OF_NAME = {table.name: table for table in TABLES}
+
+
+def test_sets_cover_sizes_and_attributes() -> None:
+    sets = draw_sets(WHOLE, 600, seed=3, batch_sizes=(16, 64), max_work=1e12)
+    sizes = [len(group) for group in sets]
+    assert min(sizes) == 1 and max(sizes) > 30 and 0.1 < sizes.count(1) / 600 < 0.3
+    for group in sets:
+        check_group(group)
+        assert len({workload.name for workload in group}) == len(group)
+    firsts = [group[0] for group in sets]
+    assert {w.batch_size for w in firsts} == {16, 64}
+    assert {w.weight_bytes for w in firsts} == {2, 4}
+    assert {w.optimizer for w in firsts} == {"sgd", "rowwise_adagrad", "adagrad"}
+    assert 20 < sum(not w.pooled for w in firsts) < 90 and 20 < sum(w.weighted for w in firsts) < 90
+
+
+def test_a_share_of_the_sets_has_one_dim_and_the_others_are_the_same_without() -> None:
+    mixed, some, all_of_one = (draw_sets(WHOLE, 400, seed=3, mix=GroupMix(one_dim=share)) for share in (0, 0.25, 1))
+    same = [one for one, drawn in zip(mixed, some, strict=True) if one == drawn]
+    assert same and all(drawn in (one, other) for one, drawn, other in zip(mixed, some, all_of_one, strict=True))
+    several = [len({w.dim for w in group}) > 1 for group in mixed]
+    of_one = [len({w.dim for w in drawn}) == 1 for drawn, counts in zip(some, several, strict=True) if counts]
+    assert 0.2 < sum(of_one) / len(of_one) < 0.3 and sum(several) > 200
+    assert all(len({w.dim for w in group}) == 1 for group in all_of_one)
+    assert [group[0].batch_size for group in mixed] == [group[0].batch_size for group in some]
+
+
+def test_sets_follow_the_seed() -> None:
+    assert draw_sets(WHOLE, 20, seed=3) == draw_sets(WHOLE, 20, seed=3)
+    assert draw_sets(WHOLE, 20, seed=3) != draw_sets(WHOLE, 20, seed=4)
+    assert draw_sets(WHOLE, 20, seed=3)[:10] == draw_sets(WHOLE, 10, seed=3)
+
+
+def test_sets_stay_within_their_work() -> None:
+    sets = draw_sets(WHOLE, 200, seed=3, batch_sizes=(64,), max_work=20_000)
+    work = [set_work(group) for group in sets]
+    assert max(work) <= 20_000
+    assert 15_000 < sorted(work)[150] <= 20_000
+    heavy = [Table("light", 100, 8, (FeatureStatistics(10.0),)), Table("heavy", 100, 8, (FeatureStatistics(90.0),))]
+    for group in draw_sets(heavy, 20, seed=0, batch_sizes=(64,), max_work=1.0):
+        assert [workload.name for workload in group] == ["light"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sets_fit_the_device(device: str) -> None:
+    heavy = [Table(f"heavy {i}", 100, 64, (FeatureStatistics(16.0),)) for i in range(100)]
+    sets = draw_sets(WHOLE + heavy, 200, seed=3, max_tables=100, device=device)
+    assert {w.batch_size for group in sets for w in group} == set(BATCH_SIZES[device])
+    work = sorted(set_work(group) for group in sets if len(group) > 1)
+    assert MAX_SET_WORK[device] / 2 < work[-1] <= MAX_SET_WORK[device]
+    assert work[len(work) // 2] < MAX_SET_WORK[device] / 5  # few are as large: they would take most of the time
+
+
+def test_work_of_a_set() -> None:
+    (w,) = draw_sets(WHOLE[4:5], 1, seed=0, batch_sizes=(10,), mix=GroupMix(sequence=0, weighted=0, fp16=0))[0]
+    assert (w.lookups, w.dim, set_work([w]), set_work([w, w])) == (40.0, 16, 1280.0, 2560.0)
+    assert set_work([replace(w, pooled=False)]) == 12800.0
+    assert set_work([replace(w, weighted=True, weight_bytes=2)]) == pytest.approx(1280 * 3.2)
+
+
+def test_mix_decides_the_attributes() -> None:
+    plain = GroupMix(sequence=0, weighted=0, fp16=0, rowwise_adagrad=1, adagrad=0)
+    for w, *_ in draw_sets(WHOLE, 50, seed=0, mix=plain):
+        assert (w.pooled, w.weighted, w.weight_bytes, w.optimizer) == (True, False, 4, "rowwise_adagrad")
+    with pytest.raises(TaskError, match="fp16.*1.5"):
+        GroupMix(fp16=1.5)
+    with pytest.raises(TaskError, match="exceed 1: 0.8 and 0.3"):
+        GroupMix(rowwise_adagrad=0.8)
+    with pytest.raises(TaskError, match="0 tables"):
+        draw_sets([], 1, seed=0)
 
 
 def draw(*kinds: str, count: int = 150) -> list:
