@@ -4,7 +4,7 @@
     python benchmarks/collectives_prior.py          # predicted beside published
     python benchmarks/collectives_prior.py --fit    # shares fitted to all rows, and to all sources but one in turn
 
-The rows: ``benchmarks/data/published_collectives.json``. The formula: ``dreamshard_planner/cost/interconnect.py``.
+The rows: ``benchmarks/data/published_collectives.json``. The formula: ``dreamshard_planner/cost/collectives.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
-from dreamshard_planner.cost.interconnect import NCCL, Interconnect, Reached
+from dreamshard_planner.cost.collectives import NCCL, Interconnect, Reached
 
 PUBLISHED = Path(__file__).parent / "data" / "published_collectives.json"
 BOUNDS = Reached(

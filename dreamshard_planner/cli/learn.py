@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 
 KEPT = "default: among your own checkpoints, named by the hardware, where auto finds it."
+MAX_TABLES = 100
+"""Most tables of a collected set."""
 
 
 def keep_in(hardware: Mapping[str, Any], how: str = "") -> Path:
@@ -134,6 +136,7 @@ def train(
     measure. On CPUs the network starts from the one that ships. Collectives stay those that plans on
     such a device use now, unless measured ones are given. With --quick both start from nothing.
     """
+    from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
     from dreamshard_planner.training import train, train_on_roofline
 
     _check_out(out, quick, roofline)
@@ -141,8 +144,10 @@ def train(
     config = replace(_config(quick, updates, collectives, seed), device=device.value, threads=threads)
     config = config if seconds is None else replace(config, seconds=seconds)
     if not (roofline or quick):
-        kept = config.collectives or _collectives_in_use(device, threads, out)
-        config = replace(config, start=_shipped_start(device), collectives=kept)
+        kept = config.collectives or resolve("auto", device.value, threads=threads).metadata.get("collectives")
+        # Whatever the user's own are, an interrupted training goes on as it began. On GPUs costs start from bandwidths.
+        start = shipped(SHIPPED, "cpu") if device is Device.cpu else None
+        config = replace(config, start=start, collectives=kept)
     with _measuring(device) as ranks:
         if roofline:
             checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))
@@ -162,10 +167,6 @@ def collect(
     batch_sizes: Annotated[
         str | None, typer.Option(help="Samples that a kernel sees, separated by commas; default: by device.")
     ] = None,
-    max_tables: Annotated[int, typer.Option(min=1, help="Tables of the largest set; sizes are log-uniform.")] = 100,
-    shards: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the sets that are column slices and blocks of rows.")
-    ] = 0.2,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.")] = 5,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
@@ -190,7 +191,7 @@ def collect(
     except ValueError as error:
         raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
     tables = pool_tables(names)[held_out]
-    drawn = draw_mixed_sets(tables, sets, seed, batches, max_tables, device.value, shards)
+    drawn = draw_mixed_sets(tables, sets, seed, batches, MAX_TABLES, device.value)
     with _measuring(device) as ranks:
         own = ranks.device(device.value)
         dataset = collect(drawn, folder, own, threads, repeats, seed, seconds, ranks=ranks)
@@ -326,31 +327,6 @@ def _joined(paths: Sequence[Path]) -> CostDataset:
         except DatasetError as error:
             raise DatasetError(f"{path} does not go with {paths[0]}: {error}") from error
     return CostDataset.concatenate(datasets)
-
-
-def _shipped_start(device: Device) -> Checkpoint | None:
-    """What ships for CPUs, whatever the user's own are, since an interrupted training must go on as it began. On GPUs
-    costs start from the card's bandwidths."""
-    from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped
-
-    return shipped(SHIPPED, device.value) if device is Device.cpu else None
-
-
-def _collectives_in_use(device: Device, threads: int, out: Path | None) -> dict[str, Any] | None:
-    """Those of the checkpoint that plans take on such a device.
-
-    Raises:
-        CheckpointError: one of the user's own cannot be read, and ``auto`` would not take what is kept beside it.
-    """
-    from dreamshard_planner.checkpoints.checkpoint import resolve
-
-    try:
-        return resolve("auto", device.value, threads=threads).metadata.get("collectives")
-    except CheckpointError as error:
-        if out is None:
-            raise
-        typer.echo(f"trains without measured collectives: {error}", err=True)
-        return None
 
 
 def _read_collectives(path: Path | None) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from dreamshard_planner.support.progress import progress_bar
 def start_of(start: Checkpoint | None, train_sets: LabelledSets) -> Checkpoint | None:
     """The checkpoint whose network fitting starts from; None if it has none of today's sizes, or if the sets have a
     prior of their own to start from."""
-    if start is None or train_sets.prior is not None or type(start.cost) is not CostNetwork:
+    if start is None or start.cost is None or train_sets.prior is not None or start.cost.roofline is not None:
         return None
     return start if start.cost.config == CostNetworkConfig() else None
 

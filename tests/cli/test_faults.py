@@ -46,7 +46,7 @@ def arguments(command: str, folder: Path, given: Path) -> list[str]:
     sets = str(given / "sets.npz")
     return {
         "collect": ["--out", str(folder / "x.npz"), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2",
-                    "--sets", "400", "--max-tables", "9"],
+                    "--sets", "150"],
         "train": ["--out", str(folder / "x.safetensors"), "--quick", "--seconds", "90"],
         "calibrate": ["--out", str(folder / "x.safetensors"), "--checkpoint", str(given / "small.safetensors"),
                       "--seconds", "90"],

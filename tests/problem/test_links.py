@@ -14,8 +14,7 @@ from torchrec.distributed.planner.types import Topology
 import collectives_prior
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
-from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit, CollectiveModel
-from dreamshard_planner.cost.interconnect import NCCL
+from dreamshard_planner.cost.collectives import NCCL, OPERATIONS, CollectiveFit, CollectiveModel
 from dreamshard_planner.planning.cost_sources import links_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
