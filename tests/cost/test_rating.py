@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a placement costs, against the formula spelled out."""
+"""What placements and exchanges cost, against the formula spelled out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from placement_tasks import ROOFLINE, make_cost
 
 from common.linear_cost import LinearCost
+from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.compute import AdjustedCost
 from dreamshard_planner.cost.model import Cost, Preload
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
@@ -110,3 +111,34 @@ def test_milliseconds_beside_a_kernel_add_up_and_are_not_corrected() -> None:
     kernel_ms_P2 = ROOFLINE.group_cost_ms(ROOFLINE.encode(features_PF))
     expected_P2 = torch.cat([2 * kernel_ms_P2[:2] + 3, torch.full((1, 2), 5.0)])
     assert torch.allclose(adjusted.group_cost_ms(latent_PH), expected_P2)
+
+
+def test_all_to_all_by_hand() -> None:
+    model = CollectiveModel(3, bytes_per_ms=100.0, latency_ms=0.1)
+    # Ranks send 10, 20 and 0 to each peer: the second sends 40 in all, the third receives 30.
+    sent_D = torch.tensor([10.0, 20.0, 0.0])
+    assert float(model.all_to_all_ms(sent_D)) == pytest.approx(0.1 + 0.4)
+    assert float(CollectiveModel(1, 100.0).all_to_all_ms(torch.tensor([5.0]))) == 0
+    assert float(model.all_to_all_ms(torch.zeros(3))) == 0
+    shared = replace(model, shared_bytes_per_ms=50.0)  # counts what all ranks move
+    assert float(shared.all_to_all_ms(sent_D)) == pytest.approx(0.1 + 0.4 + 60 / 50)
+    for wrong in ({"bytes_per_ms": 0.0}, {"shared_bytes_per_ms": -1.0}):
+        with pytest.raises(ValueError, match="bandwidth"):
+            replace(model, **wrong)
+
+
+@pytest.mark.parametrize("shared_bytes_per_ms", [4e6, MAX_BYTES_PER_MS])
+def test_latency_and_bandwidths_are_found_again(shared_bytes_per_ms: float) -> None:
+    slowest_P = torch.tensor([1e3, 1e5, 1e7, 1e5, 1e7], dtype=torch.float64)
+    total_P = slowest_P * torch.tensor([2.0, 2.0, 2.0, 1.0, 1.0], dtype=torch.float64)
+    times_P = 0.3 + slowest_P / 2e6 + total_P / shared_bytes_per_ms
+    fit = CollectiveFit.to_samples(slowest_P, total_P, times_P)
+    assert fit.latency_ms == pytest.approx(0.3) and fit.bytes_per_ms == pytest.approx(2e6, rel=1e-4)
+    assert fit.shared_bytes_per_ms == pytest.approx(shared_bytes_per_ms, rel=0.5) and fit.relative_error < 1e-6
+    assert fit.model(4, "here").source == "here"
+
+
+def test_what_sorting_adds_to_an_exchange_is_told_apart_from_it() -> None:
+    sorted_bytes_P = torch.tensor([0.0, 0.0, 1e3, 1e5, 1e7], dtype=torch.float64)
+    fit = CollectiveFit.of_sorting(sorted_bytes_P, 2.0 + 0.1 * (sorted_bytes_P > 0) + sorted_bytes_P / 5e5)
+    assert (fit.latency_ms, fit.shared_bytes_per_ms) == pytest.approx((0.1, 5e5)) and fit.relative_error < 1e-6
