@@ -44,10 +44,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from common.measured_costs import MeasuredCosts
-from common.output import named, wide_console
-from common.provenance import commit, provenance
-from common.set_clock import SetClock
+from common.measured_costs import MeasuredCosts, SetClock
+from common.output import commit, named, provenance, wide_console
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned, processor_time
 from dreamshard_planner.search_space.sharding_types import CW, DP, TW

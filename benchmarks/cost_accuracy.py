@@ -36,10 +36,8 @@ from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 from torchrec.distributed.planner.types import Topology
 
-from common.bootstrap import mean_interval
 from common.linear_cost import LinearCost
-from common.output import table_of, wide_console, write_result
-from common.provenance import provenance
+from common.output import mean_interval, provenance, table_of, wide_console, write_result
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms

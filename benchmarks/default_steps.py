@@ -8,7 +8,7 @@ more statistics of the batches; all in this package's ``DistributedModelParallel
 small dense net; half of them have a hot table, half have skewed ids. Blocks of steps come in shuffled turns; a round's
 ratio is of its blocks, and a model's is the median over the rounds.
 
-Shapes: P planners, R rounds, M models.
+Shapes: R ranks, P planners, N rounds, M models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from common.bootstrap import interval
-from common.output import quiet, table_of, wide_console, write_result
-from common.provenance import provenance
-from dlrm.node import Node, cpu_rank
-from dlrm.steps import Trainee
+from common.output import interval, provenance, quiet, table_of, wide_console, write_result
+from dlrm.options import Config, Node, cpu_rank
+from dlrm.steps import Trainee, take_turns
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
 
 BATCHES, WARMUP_STEPS, ROUNDS, BLOCK_SECONDS = 6, 4, 12, 0.35
@@ -112,69 +109,52 @@ class Model(nn.Module):
         return loss, (loss.detach(),)
 
 
-class DefaultTrainee(Trainee):
-    """A sharded random model in training."""
-
-    def __init__(
-        self, task: Task, planner: EmbeddingShardingPlanner, batches: list[KeyedJaggedTensor], node: Node
-    ) -> None:
-        self.planner = planner
-        model = DistributedModelParallel(Model(task), device=node.device, planner=planner)
-        super().__init__(model, batches, node, pipelined=False)
-
-    def step_ms(self, steps: int) -> float:
-        """Train so many steps; return milliseconds per step of the slowest rank."""
-        return round(max(self.node.gather(self.train(steps, timed=False)[0])), 3)
-
-    def told(self) -> dict[str, Any]:
-        """Sharding types, and on rank 0 what was predicted, of the plan and of TorchRec's."""
-        kinds = Counter(sharding.sharding_type for sharding in self.model.plan.plan["bags"].values())
-        predicted: dict[str, float] = {}
-        if isinstance(self.planner, DreamShardPlanner) and self.node.rank == 0:
-            report = self.planner.report()
-            predicted = {
-                one.name: round(one.total_ms, 3) for one in (report.chosen, *report.rivals) if one.name in (BASE, OURS)
-            }
-        return {"types": dict(kinds), "predicted_ms": predicted}
-
-
 def measured(task: Task, node: Node) -> dict[str, Any]:
-    """Milliseconds of a step under each planner, by rounds."""
+    """Milliseconds of a step under each planner, by rounds; of a block as long as on its slowest rank."""
     batches = [task.batch(index, node.rank) for index in range(BATCHES)]
     statistics = TableStatistics.from_batches(batches).all_gather()
-
-    def made(planner: Callable[..., EmbeddingShardingPlanner], **more: Any) -> DefaultTrainee:
-        world = Topology(node.world_size, "cpu", local_world_size=node.world_size, ddr_cap=64 << 30)
-        given = {"topology": world, "batch_size": task.batch_size, "stats": [], "debug": False}
-        return DefaultTrainee(task, planner(**given, **more), batches, node)
-
-    trainees = {
-        BASE: made(EmbeddingShardingPlanner),
-        OURS: made(DreamShardPlanner),
-        TOLD: made(DreamShardPlanner, statistics=statistics),
+    world = Topology(node.world_size, "cpu", local_world_size=node.world_size, ddr_cap=64 << 30)
+    given = {"topology": world, "batch_size": task.batch_size, "stats": [], "debug": False}
+    planners = {
+        BASE: EmbeddingShardingPlanner(**given),
+        OURS: DreamShardPlanner(**given),
+        TOLD: DreamShardPlanner(**given, statistics=statistics),
     }
-    for trainee in trainees.values():
-        trainee.step_ms(WARMUP_STEPS)
-    one_ms = trainees[BASE].step_ms(WARMUP_STEPS)  # the same on all ranks
-    steps, order = max(3, int(1e3 * BLOCK_SECONDS / one_ms)), random.Random(task.seed)
-    step_ms: dict[str, list[float]] = {name: [] for name in trainees}
-    for _ in range(ROUNDS):
-        for name in order.sample(list(trainees), len(trainees)):
-            step_ms[name].append(trainees[name].step_ms(steps))
+    trainees = {}
+    for name, planner in planners.items():
+        model = DistributedModelParallel(Model(task), device=node.device, planner=planner)
+        trainees[name] = Trainee(model, batches, node, pipelined=False)
+    trainees[BASE].train(WARMUP_STEPS, timed=False)
+    one_ms = max(node.gather(trainees[BASE].train(WARMUP_STEPS, timed=False)[0]))
+    block = max(3, int(1e3 * BLOCK_SECONDS / one_ms))
+    take_turns(trainees, Config(copies=1, block=block, steps=block * ROUNDS), node, random.Random(task.seed))
+    blocks_RPN = np.array(node.gather([[ms for ms, *_ in trainee.blocks] for trainee in trainees.values()]))
     return {
         "seed": task.seed,
         "tables": len(task.tables),
         "batch_size": task.batch_size,
         "optimizer": task.optimizer.__name__,
-        "step_ms": step_ms,
-        "plans": {name: trainee.told() for name, trainee in trainees.items()},
+        "step_ms": dict(zip(trainees, blocks_RPN.max(0).round(3).tolist(), strict=True)),
+        "plans": {name: told(planner, trainees[name], node) for name, planner in planners.items()},
     }
+
+
+def told(planner: EmbeddingShardingPlanner, trainee: Trainee, node: Node) -> dict[str, Any]:
+    """Sharding types, and on rank 0 what was predicted, of the plan and of TorchRec's."""
+    kinds = Counter(sharding.sharding_type for sharding in trainee.model.plan.plan["bags"].values())
+    predicted: dict[str, float] = {}
+    if isinstance(planner, DreamShardPlanner) and node.rank == 0:
+        report = planner.report()
+        predicted = {
+            one.name: round(one.total_ms, 3) for one in (report.chosen, *report.rivals) if one.name in (BASE, OURS)
+        }
+    return {"types": dict(kinds), "predicted_ms": predicted}
 
 
 def ratio(row: dict[str, Any], name: str) -> float:
     """Of a model: time under a planner over that under TorchRec's."""
-    mine_R, base_R = (np.array(row["step_ms"][which]) for which in (name, BASE))
-    return float(np.median(mine_R / base_R))
+    mine_N, base_N = (np.array(row["step_ms"][which]) for which in (name, BASE))
+    return float(np.median(mine_N / base_N))
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -30,8 +30,7 @@ import common.fast_kernels  # noqa: F401 (before torch)
 # isort: split
 import torch
 
-from common.output import table_of, wide_console, write_result
-from common.provenance import provenance
+from common.output import provenance, table_of, wide_console, write_result
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned, time_groups
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse

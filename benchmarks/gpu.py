@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from common.provenance import ROOT, provenance
+from common.output import ROOT, provenance
 from dreamshard_planner.checkpoints.checkpoint import measured_name
 
 BENCHMARKS = Path(__file__).parent

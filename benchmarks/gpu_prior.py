@@ -26,8 +26,7 @@ import torch
 from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
-from common.output import table_of, wide_console, write_result
-from common.provenance import provenance
+from common.output import provenance, table_of, wide_console, write_result
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost

@@ -42,10 +42,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
 
-from common.bootstrap import mean_interval
-from common.meta_model import meta_collection
-from common.output import quiet, table_of, wide_console
-from common.provenance import provenance
+from common.output import mean_interval, provenance, quiet, table_of, wide_console
+from common.tasks import meta_collection
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.search_plan import fastest_whole, wide_units_laid_down

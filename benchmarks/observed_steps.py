@@ -1,28 +1,18 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """What observing training steps teaches the costs, what plans by them are worth, and what it takes of a step.
 
-    dreamshard train --out trained.safetensors             # five minutes of measuring, on one core
-    torchrun --standalone --nproc_per_node=2 benchmarks/observed_steps.py --network trained.safetensors \\
-        --record observed.jsonl --json observed.json
+    torchrun --standalone --nproc_per_node=2 benchmarks/observed_steps.py --record observed.jsonl --json observed.json
     torchrun --standalone --nproc_per_node=2 benchmarks/observed_steps.py --models 0 --pairs 400 --json overhead.json
 
 CPU ranks over gloo, one thread each. Each model has --count tables of the collection, drawn by its seed, all read
 --lookups times as often and the hottest --hot times more, so that kernels are a good part of a step; and one of three
-optimizers. It trains --steps steps under each of two plans, arbitrary placements of whole tables, while it is observed,
-without a pipeline; with ``--learned-from planners`` under TorchRec's plan and ours by bandwidths, which may split
-tables; with ``mixed`` under one of those placements and TorchRec's plan. ``learn`` corrects bandwidths (``roofline``),
-and the checkpoint that ships, by these; then errors are told on kernels and exchanges of five other arbitrary
-placements, observed likewise. Those of a --network are told as it is.
+optimizers. It trains --steps steps under an arbitrary placement of whole tables and as many under TorchRec's plan,
+while it is observed, without a pipeline. ``learn`` corrects bandwidths (``roofline``), and the checkpoint that ships,
+by these; then errors are told on kernels and exchanges of five other arbitrary placements, observed likewise.
 
-Then --plans are made for the model: by the costs of these names, the networks' included, and by TorchRec's planner with
-true pooling factors; all may use the same --sharding-types, of which those are left out that would train the model
-otherwise (slices of columns with row-wise Adagrad). Steps of --copies models of each are measured in turns.
-
-Networks that were made before ``train`` measured Adagrad cost it as row-wise Adagrad. So errors are told without
-Adagrad as well. A network that is calibrated may be given beside, of five minutes in all:
-
-    dreamshard train --seconds 240 --out four.safetensors
-    dreamshard calibrate --checkpoint four.safetensors --seconds 60 --out calibrated.safetensors
+Then --plans are made for the model: by the costs of these names, and by TorchRec's planner with true pooling factors;
+all may use the same --sharding-types, of which those are left out that would train the model otherwise (slices of
+columns with row-wise Adagrad). Steps of --copies models of each are measured in turns.
 
 Overhead: blocks of the demo's model, planned as there, in turn with and without observing (``observed/overhead.py``),
 by the wall clock of the slower rank and by the processor time of all.
@@ -30,11 +20,12 @@ by the wall clock of the slower rank and by the processor time of all.
 
 from __future__ import annotations
 
-import argparse
 import gc
+import json
+import random
+import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +35,71 @@ import common.fast_kernels  # noqa: F401 (before torch)
 import torch
 import torch.distributed as dist
 
-from common.output import named, quiet, wide_console, write_result
-from common.provenance import provenance
-from dlrm.node import Node, cpu_rank
+from common.output import append, named, provenance, quiet, wide_console, write_result
+from dlrm.job import Job, heated, scale_tables
+from dlrm.options import OPTIMIZERS, Config, Node, argument_parser, cpu_rank, option
 from dreamshard_planner import Checkpoint
-from observed.learned import LEARNED, PLANS, PRIORS, Observed
+from dreamshard_planner.workload.pools import named_pool
+from observed.learned import LEARNED, PRIORS, Observed
 from observed.overhead import overhead
-from observed.plans import measure_plans
-from observed.record import Record
-from observed.setting import Setting
-from observed.summary import OTHERS, summary_of, tell
+from observed.plans import measure_plans, summary_of, tell
 
 
-def run_model(seed: int, setting: Setting, networks: Mapping[str, Path], node: Node) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Setting:
+    """Options of all models."""
+
+    tables: str = option("mlperf_dlrm_dcnv2", "collection that models draw from")
+    count: int = option(16, "tables of a model")
+    max_rows: int = option(50_000, "scale larger tables down to this many rows")
+    dim: int = option(128, "of all tables")
+    lookups: float = option(4.0, "multiply those of all tables")
+    hot: float = option(2.0, "multiply those of the hottest table once more")
+    batch_size: int = option(512, "of a rank")
+    steps: int = option(100, "observed under each plan")
+    plans: str = option("roofline-learned,shipped", "by these costs, separated by commas; '': none")
+    sharding_types: str = option("table_wise,column_wise", "of all plans")
+    min_partition: int = option(32, "narrowest column slice; 0: TorchRec's default")
+    steps_measured: int = option(240, "of each plan, over its copies")
+    copies: int = option(2, "models of each plan")
+    block: int = option(2, "steps of one model before it is another's turn")
+
+    def job(self, seed: int, node: Node) -> Job:
+        """Return one of the models."""
+        pool = named_pool(self.tables)
+        drawn = random.Random(seed).sample(pool, min(self.count, len(pool)))
+        tables, _ = scale_tables([heated(table, self.lookups) for table in drawn], self.max_rows, self.dim, self.hot)
+        return Job.of(tables, self.config(seed), node)
+
+    def config(self, seed: int) -> Config:
+        """Return how its plans are made and measured."""
+        optimizer = tuple(OPTIMIZERS)[seed % len(OPTIMIZERS)]
+        return Config(
+            planners="dreamshard,torchrec",
+            copies=self.copies,
+            steps=self.steps_measured,
+            block=self.block,
+            batch_size=self.batch_size,
+            sharding_types=",".join(kind for kind in named(self.sharding_types) if trains_exactly(kind, optimizer)),
+            min_partition=self.min_partition,
+            optimizer=optimizer,
+            processor_time=True,
+            seed=seed,
+        ).on("cpu")
+
+
+def trains_exactly(kind: str, optimizer: str) -> bool:
+    """Return whether tables of this sharding type are trained as whole ones: column slices would have row-wise states
+    of their own."""
+    return not ("column" in kind and optimizer == "rowwise_adagrad")
+
+
+def run_model(seed: int, setting: Setting, node: Node) -> dict[str, Any]:
     """Learn from two plans, check with five, and plan."""
     start = time.monotonic()
     job = setting.job(seed, node)
-    seen = Observed.of(job, setting.steps, setting.learned_from)
-    costs = seen.costs(networks)
+    seen = Observed.of(job, setting.steps)
+    costs = seen.costs()
     told = {
         "model": seed,
         "optimizer": job.config.optimizer,
@@ -69,7 +107,7 @@ def run_model(seed: int, setting: Setting, networks: Mapping[str, Path], node: N
         "errors": {name: seen.errors(checkpoint, job) for name, checkpoint in costs.items()},
         "exchanges": {name: seen.exchange_errors(checkpoint) for name, checkpoint in costs.items()},
         "learned": {name: learned_of(costs[name + LEARNED]) for name in PRIORS},
-        "plans": measure_plans(job, {name: costs[name] for name in setting.plans}) if setting.plans else {},
+        "plans": measure_plans(job, {name: costs[name] for name in named(setting.plans)}) if setting.plans else {},
         "seconds": round(time.monotonic() - start),
     }
     gc.collect()  # models are cyclic
@@ -77,73 +115,58 @@ def run_model(seed: int, setting: Setting, networks: Mapping[str, Path], node: N
 
 
 def learned_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What was learned: corrections of kernels, and fits of exchanges."""
+    """Return what was learned: corrections of kernels, and fits of exchanges."""
     metadata = checkpoint.metadata
     return {"corrections": metadata.get("corrections"), "collectives": (metadata.get("collectives") or {}).get("fits")}
 
 
+def recorded(path: Path | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the models of a record, so that what was interrupted goes on.
+
+    Raises:
+        ValueError: they are of other settings.
+    """
+    if path is None or not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if any(row["settings"] != settings for row in rows):
+        raise ValueError(f"{path} has rows of other settings: give another file")
+    return rows
+
+
 def main() -> None:
     """The command."""
-    parser = argument_parser()
+    parser = argument_parser(__doc__, Setting)
+    parser.add_argument("--models", type=int, default=12, help="0: overhead alone")
+    parser.add_argument("--first-model", type=int, default=0, help="its seed")
+    parser.add_argument("--pairs", type=int, default=0, help="of blocks for the overhead; 0: none")
+    parser.add_argument("--overhead-block", type=int, default=7, help="steps of each, behind the first one")
+    parser.add_argument("--record", type=Path, help="a line of each model; models that are there are not run again")
+    parser.add_argument("--json", type=Path, help="everything")
     given = parser.parse_args()
-    networks = {path.stem: path for path in given.network}
-    unknown = set(given.plans) - {*PRIORS, *(name + LEARNED for name in PRIORS), *networks}
-    if unknown or set(networks) & {*PRIORS, *OTHERS}:
-        parser.error(
-            f"plans of unknown costs, or networks of other costs' names: {sorted(unknown) or sorted(networks)}"
-        )
+    if unknown := set(named(given.plans)) - {*PRIORS, *(name + LEARNED for name in PRIORS)}:
+        parser.error(f"plans of unknown costs: {sorted(unknown)}")
     quiet()
     setting = Setting(**{field.name: getattr(given, field.name) for field in fields(Setting)})
     with cpu_rank() as node:
-        record = Record(given.record, asdict(setting) | {"ranks": node.world_size, "networks": sorted(networks)})
-        rows = node.gather(record.rows())[0]
+        settings = asdict(setting) | {"ranks": node.world_size}
+        rows = node.gather(recorded(given.record, settings))[0]
         done = {row["model"] for row in rows}
         for seed in range(given.first_model, given.first_model + given.models):
             if seed not in done:
-                rows.append(run_model(seed, setting, networks, node))
+                rows.append(run_model(seed, setting, node) | {"settings": settings})
                 if node.rank == 0:
-                    record.add(rows[-1])
+                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                    if given.record is not None:
+                        append(given.record, rows[-1])
         gc.collect()
         taken = overhead(node, given.pairs, given.overhead_block) if given.pairs else None
     if node.rank == 0:
         summary = summary_of(rows)
         tell(rows, summary, taken, wide_console(160))
-        write_result(
-            given.json, provenance(torch.device("cpu")), {"settings": record.settings, "models": rows},
-            summary, {"overhead": taken},
-        )  # fmt: skip
+        write_result(given.json, provenance(torch.device("cpu")), {"models": rows}, summary, {"overhead": taken})
     gc.collect()  # models hold the group, whose threads must not outlive Python
     dist.destroy_process_group()
-
-
-def argument_parser() -> argparse.ArgumentParser:
-    """Of the command; see :class:`Setting`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="mlperf_dlrm_dcnv2", help="collection that models draw from")
-    parser.add_argument("--models", type=int, default=12, help="0: overhead alone")
-    parser.add_argument("--first-model", type=int, default=0, help="its seed")
-    parser.add_argument("--count", type=int, default=16, help="tables of a model")
-    parser.add_argument("--max-rows", type=int, default=50_000)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--lookups", type=float, default=4.0, help="multiply those of all tables")
-    parser.add_argument("--hot", type=float, default=2.0, help="multiply those of the hottest table once more")
-    parser.add_argument("--batch-size", type=int, default=512, help="of a rank")
-    parser.add_argument("--steps", type=int, default=100, help="observed under each plan")
-    parser.add_argument("--learned-from", choices=tuple(PLANS), default="arbitrary", help="which two plans")
-    parser.add_argument(
-        "--network", type=Path, action="append", default=[], metavar="CHECKPOINT", help="may be repeated"
-    )
-    parser.add_argument("--plans", type=named, default=("roofline-learned", "shipped"), help="by these costs; '': none")
-    parser.add_argument("--sharding-types", type=named, default=("table_wise", "column_wise"), help="of all plans")
-    parser.add_argument("--min-partition", type=int, default=32, help="narrowest column slice; 0: TorchRec's default")
-    parser.add_argument("--steps-measured", type=int, default=240, help="of each plan, over its copies")
-    parser.add_argument("--copies", type=int, default=2, help="models of each plan")
-    parser.add_argument("--block", type=int, default=2, help="steps of one model before it is another's turn")
-    parser.add_argument("--pairs", type=int, default=0, help="of blocks for the overhead; 0: none")
-    parser.add_argument("--overhead-block", type=int, default=7, help="steps of each, behind the first one")
-    parser.add_argument("--record", type=Path, help="a line of each model; models that are there are not run again")
-    parser.add_argument("--json", type=Path, help="everything")
-    return parser
 
 
 if __name__ == "__main__":

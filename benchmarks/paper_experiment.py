@@ -39,7 +39,7 @@ import common.fast_kernels  # noqa: F401 (before torch)
 from rich.console import Console
 from torch import Tensor
 
-from common.provenance import commit, provenance
+from common.output import commit, provenance
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned, processor_time

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torchrec.distributed.sharding_plan import get_default_sharders
 
-from common.output import table_of, wide_console, write_result
-from common.provenance import provenance
+from common.output import provenance, table_of, wide_console, write_result
 from common.tasks import FullTask, random_tables
 from dreamshard_planner import DreamShardPlanner
 

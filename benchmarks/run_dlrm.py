@@ -42,11 +42,8 @@ import torch
 import torch.distributed as dist
 
 from common.output import wide_console, write_result
-from dlrm.job import Job
-from dlrm.model import scale_tables
-from dlrm.node import Node
-from dlrm.options import Config, argument_parser
-from dlrm.planners import make_planners, plan_all
+from dlrm.job import Job, make_planners, plan_all, scale_tables
+from dlrm.options import Config, Node, argument_parser
 from dlrm.results import Result, print_table
 from dlrm.steps import Trainee, train_side_by_side
 from dreamshard_planner.errors import DreamShardError

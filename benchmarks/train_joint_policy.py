@@ -22,8 +22,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.sharding_plan import get_default_sharders
 
 from common.joint_reinforce import JointReinforceConfig, JointUpdate, save_joint_policy, train_joint_policy
-from common.meta_model import meta_collection
-from common.provenance import provenance
+from common.output import provenance
+from common.tasks import meta_collection
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.policy.joint_environment import JointTask

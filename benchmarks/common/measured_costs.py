@@ -1,17 +1,22 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Costs of placements whose fused kernels were measured.
+"""Sets of one problem, timed as fused kernels on the device at hand, and costs of placements by them.
 
-Shapes: S shards, D devices, X sets, 2 = forward and backward.
+Shapes: S shards, D devices, X sets, R repeats, 2 = forward and backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from dreamshard_planner.cost.dataset import REFERENCE_STRENGTH
 from dreamshard_planner.cost.model import Cost, PlacementCosts
+from dreamshard_planner.measure.collect import REFERENCE_SETS
+from dreamshard_planner.measure.kernels import Arena, FusedKernel
+from dreamshard_planner.measure.timing import Samples, time_groups
+from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Workload
 
 ShardSet = tuple[int, ...]
 """Shards of one fused group on one device, ascending."""
@@ -56,3 +61,75 @@ class MeasuredCosts:
         )
         collective_ms = self.cost.problem.collectives.ms(self.cost.bytes_sent(assignment_S[None]))
         return PlacementCosts(device_ms_D2[None, :, 0], device_ms_D2[None, :, 1], *collective_ms)
+
+
+class SetClock:
+    """Times sets of some workloads as fused kernels, each run beside a reference set that tells slow spells.
+
+    Args:
+        workloads: of one problem; a set is a tuple of their indices.
+        device: where kernels run.
+        arena: shared weights and indices. Default: one of default size.
+        seed: of indices and order.
+        bytes_at_once: of indices, outputs and their gradients; a single set may need more.
+    """
+
+    def __init__(
+        self,
+        workloads: Sequence[Workload],
+        device: torch.device | str,
+        arena: Arena | None = None,
+        seed: int = 0,
+        bytes_at_once: int = 4 << 30,
+    ) -> None:
+        self._workloads, self._device, self._seed = workloads, device, seed
+        self._bytes_at_once = bytes_at_once
+        self._arena = arena or Arena(device, seed=seed)
+        self._reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, self._arena)
+        self._order = torch.Generator().manual_seed(seed)
+        self.usual_ms: Tensor | None = None
+        """Of the reference set, when this clock was first used."""
+
+    def samples(self, sets: Sequence[tuple[int, ...]], repeats: int) -> list[Samples]:
+        """Return all runs of each set; sets are interleaved, as many at a time as memory should hold."""
+        samples: list[Samples] = []
+        for some in self._at_once(sets):
+            kernels = [
+                FusedKernel([self._workloads[i] for i in group], self._device, self._seed, self._arena)
+                for group in some
+            ]
+            samples += time_groups(kernels, repeats, generator=self._order, reference=self._reference)
+        return samples
+
+    def _at_once(self, sets: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Yield the sets, in order, in parts that memory holds."""
+        start = 0
+        while start < len(sets):
+            stop, part_bytes = start, 0
+            while stop < len(sets):
+                group_bytes = self._bytes_of(sets[stop])
+                if stop > start and part_bytes + group_bytes > self._bytes_at_once:
+                    break
+                stop, part_bytes = stop + 1, part_bytes + group_bytes
+            yield list(sets[start:stop])
+            start = stop
+
+    def _bytes_of(self, group: tuple[int, ...]) -> int:
+        workloads = [self._workloads[i] for i in group]
+        return round(sum(INDEX_BYTES * w.lookups + 2 * OUTPUT_BYTES * w.output_elements for w in workloads))
+
+    def corrected_ms(self, samples: Samples) -> Tensor:
+        """Samples [R, 2] with slow spells damped, as :class:`~dreamshard_planner.cost.dataset.CostDataset` does."""
+        if self.usual_ms is None or samples.reference_ms is None:
+            raise ValueError("nothing was timed yet")
+        step_R1 = samples.reference_ms.sum(-1, keepdim=True)
+        return samples.samples_ms * (self.usual_ms / step_R1) ** REFERENCE_STRENGTH
+
+    def __call__(self, sets: Sequence[tuple[int, ...]], repeats: int) -> Tensor:
+        """Return the medians [X, 2] over the repeats. The first call says what speed of the machine is usual."""
+        timed = self.samples(sets, repeats)
+        done = [s.reference_ms.sum(-1) for s in timed if s.reference_ms is not None]
+        if self.usual_ms is None and done:
+            self.usual_ms = torch.cat(done).median()
+        medians = [self.corrected_ms(s).quantile(0.5, dim=0) for s in timed]
+        return torch.stack(medians) if medians else torch.zeros(0, 2, dtype=torch.float64)

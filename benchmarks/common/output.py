@@ -1,19 +1,80 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Results of benchmarks for people, and in files."""
+"""Results of benchmarks: where they come from, intervals by resampling, for people, and in files."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import shlex
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.provenance import provenance
+from dreamshard_planner.measure.hardware import describe_hardware
+
+ROOT = Path(__file__).parents[2]
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """For the first lines of a result file."""
+    return {
+        "command": command(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": describe_hardware(device, torch.get_num_threads()),
+    }
+
+
+def command() -> str:
+    """What to type in the project's folder to run this again."""
+    script = os.path.relpath(sys.argv[0], ROOT)
+    ranks = os.environ.get("WORLD_SIZE")
+    launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks else "python"
+    return f"{launcher} {shlex.join([script, *sys.argv[1:]])}"
+
+
+def commit() -> str:
+    """Of the working tree, ``-dirty`` where it differs from it; ``unknown`` outside of git."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def mean_interval(values_N: np.ndarray, generator: np.random.Generator, draws: int = 4000) -> np.ndarray:
+    """Bounds [2, ...] of the 95 % bootstrap interval of the mean over the first dimension of [N, ...]; NaN of none."""
+    if len(values_N) == 0:
+        return np.full((2, *values_N.shape[1:]), np.nan)
+    means = values_N[generator.integers(len(values_N), size=(draws, len(values_N)))].mean(1)
+    return np.percentile(means, (2.5, 97.5), axis=0)
+
+
+def interval(statistic: Callable[[np.ndarray], np.ndarray], count: int, draws: int = 4000) -> list[float]:
+    """A statistic of ``count`` things between the bounds of its 95 % bootstrap interval over them.
+
+    Args:
+        statistic: of things by their indices [draws, count]; one number of each draw.
+        count: how many things there are, at least one.
+        draws: of the bootstrap.
+    """
+    some = np.random.default_rng(0).integers(count, size=(draws, count))
+    low, high = np.percentile(statistic(some), (2.5, 97.5))
+    return [float(low), float(statistic(np.arange(count)[None])[0]), float(high)]
+
+
+def trimmed_mean(values_NM: np.ndarray, share: float = 0.1) -> np.ndarray:
+    """[N] means of rows of [N, M] without this share of their values at either end."""
+    cut = int(values_NM.shape[1] * share)
+    return np.sort(values_NM, axis=1)[:, cut : values_NM.shape[1] - cut].mean(1)
 
 
 def wide_console(columns: int = 120) -> Console:

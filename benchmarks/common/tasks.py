@@ -1,16 +1,18 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Models and ranks that plans over every sharding type are made for."""
+"""Tables as TorchRec's module, and models and ranks that plans over every sharding type are made for."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from common.meta_model import meta_collection
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 from dreamshard_planner.workload.pools import EMBARK_MODELS, meta_like, named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
@@ -23,6 +25,25 @@ RANDOM = ((50, 8), (200, 8), (200, 64), (800, 64))
 MERLIN = ("tiny", "small", "medium", "large")
 EMBARK_RANKS = {"t180": (8, 32, 128), "t200": (16, 32, 128), "t510": (16, 32, 128), "t7": (64, 128)}
 """From as many as hold their weights."""
+
+
+def meta_collection(tables: Iterable[Table]) -> EmbeddingBagCollection:
+    """All of them in one collection, each with features of its own."""
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.rows,
+            embedding_dim=table.dim,
+            feature_names=feature_names(table),
+        )
+        for table in tables
+    ]
+    return EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+
+
+def feature_names(table: Table) -> list[str]:
+    """One name per feature that the table serves."""
+    return [f"{table.name}_f{index}" for index in range(len(table.features))]
 
 
 def random_tables(count: int) -> list[Table]:

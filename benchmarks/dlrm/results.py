@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from common.output import table_of
-from common.provenance import provenance
-from dlrm.node import Node
-from dlrm.options import Config
-from dlrm.planners import Planned
+from common.output import provenance, table_of
+from dlrm.job import Planned
+from dlrm.options import Config, Node
 from dlrm.steps import Trained
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.plans.notes import noted

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import torch.distributed as dist
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 
-from dlrm.job import Job
-from dlrm.planners import SkewedPartitioner, make_planners
+from dlrm.job import Job, SkewedPartitioner, make_planners
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
 from dreamshard_planner.cost.fit import mape_2, predict_ms
@@ -24,11 +22,12 @@ from dreamshard_planner.observing.exchanges import exchanges_of, mean_error
 from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import Observation
 from dreamshard_planner.planning.cost_sources import links_of
-from observed.setting import HELD_OUT, LEARNED_FROM
 
 PRIORS = ("roofline", "shipped")
 LEARNED = "-learned"
 """Behind the name of what it was learned from."""
+HELD_OUT = 5
+"""Plans whose kernels tell the errors."""
 WARMUP_STEPS = 3
 
 
@@ -40,21 +39,18 @@ class Observed:
     test: Observation
 
     @classmethod
-    def of(cls, job: Job, steps: int, learned_from: str) -> Observed:
-        """Train so many steps under each plan."""
-        kinds = [PLANS[learned_from]] * LEARNED_FROM + [arbitrary_plan] * HELD_OUT
-        seen = []
-        for index, plan_of in enumerate(kinds):
-            seen.append(_observed(job, plan_of(job, index), steps))
-            gc.collect()  # models are cyclic
-        return cls(*(_merged(part) for part in (seen[:LEARNED_FROM], seen[LEARNED_FROM:])))
+    def of(cls, job: Job, steps: int) -> Observed:
+        """Train so many steps under each plan: an arbitrary one and TorchRec's to learn from, then others."""
+        learned_from = _merged([_observed(job, plan, steps) for plan in (arbitrary_plan(job, 0), torchrecs_plan(job))])
+        others = range(2, 2 + HELD_OUT)
+        return cls(learned_from, _merged([_observed(job, arbitrary_plan(job, index), steps) for index in others]))
 
-    def costs(self, networks: Mapping[str, Path]) -> dict[str, Checkpoint]:
-        """By name: priors, and what was learned from them; and networks as they are."""
+    def costs(self) -> dict[str, Checkpoint]:
+        """Return priors and what was learned from them, by name."""
         made = {}
         for name, prior in zip(PRIORS, (resolve("roofline", "cpu"), shipped(SHIPPED, "cpu", "default")), strict=True):
             made |= {name: prior, name + LEARNED: self._learned(prior)}
-        return made | {name: Checkpoint.load(path) for name, path in networks.items()}
+        return made
 
     def _learned(self, prior: Checkpoint) -> Checkpoint:
         """The prior, where learning is refused."""
@@ -92,28 +88,20 @@ def arbitrary_plan(job: Job, index: int) -> ShardingPlan:
     return planner.collective_plan(job.fresh_model(), job.sharders, dist.group.WORLD)
 
 
-def planned(job: Job, index: int) -> ShardingPlan:
-    """TorchRec's plan, or ours by bandwidths."""
-    prior = {"dreamshard": resolve("roofline", "cpu")}
-    planners = make_planners(job.tables, job.batches, job.config, job.node, prior)
-    name = ("torchrec", "dreamshard")[index]
-    return planners[name][0].collective_plan(job.fresh_model(), job.sharders, dist.group.WORLD)
-
-
-def mixed(job: Job, index: int) -> ShardingPlan:
-    """An arbitrary placement, and TorchRec's plan."""
-    return planned(job, 0) if index else arbitrary_plan(job, 0)
-
-
-PLANS = {"arbitrary": arbitrary_plan, "planners": planned, "mixed": mixed}
-"""To learn from, by name."""
+def torchrecs_plan(job: Job) -> ShardingPlan:
+    """The plan of TorchRec's planner, told the true pooling factors."""
+    planner, _ = make_planners(job.tables, job.batches, job.config, job.node)["torchrec"]
+    return planner.collective_plan(job.fresh_model(), job.sharders, dist.group.WORLD)
 
 
 def _observed(job: Job, plan: ShardingPlan, steps: int) -> Observation:
     """All ranks."""
     one = job.trainee(plan, pipelined=False)
     one.train(WARMUP_STEPS, timed=False)
-    return _merged(job.node.gather(one.observed(steps)))
+    seen = _merged(job.node.gather(one.observed(steps)))
+    del one
+    gc.collect()  # models are cyclic
+    return seen
 
 
 def _merged(parts: list[Observation]) -> Observation:

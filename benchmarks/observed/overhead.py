@@ -20,12 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from common.bootstrap import interval, trimmed_mean
-from dlrm.job import Job
-from dlrm.model import scale_tables
-from dlrm.node import Node
-from dlrm.options import Config
-from dlrm.planners import make_planners, plan_all
+from common.output import interval, trimmed_mean
+from dlrm.job import Job, make_planners, plan_all, scale_tables
+from dlrm.options import Config, Node
 from dlrm.steps import Trainee
 from dreamshard_planner import observe
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped

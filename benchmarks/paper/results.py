@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from scipy.stats import kendalltau
 from torch import Tensor
 
-from common.bootstrap import mean_interval
+from common.output import mean_interval
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.search.heuristics import HEURISTICS

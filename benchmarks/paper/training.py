@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from common.measured_costs import MeasuredCosts
-from common.set_clock import SetClock
+from common.measured_costs import MeasuredCosts, SetClock
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets

@@ -26,7 +26,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 
 from common.linear_cost import LinearCost
-from common.meta_model import meta_collection
+from common.tasks import meta_collection
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost, CostSource

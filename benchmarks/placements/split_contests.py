@@ -25,7 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from common.linear_cost import LinearCost
-from common.meta_model import feature_names, meta_collection
+from common.tasks import feature_names, meta_collection
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Sharding

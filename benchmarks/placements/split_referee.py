@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from common.provenance import commit
-from common.set_clock import SetClock
+from common.measured_costs import SetClock
+from common.output import commit
 from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.cost.roofline import dense_ms

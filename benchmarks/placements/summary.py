@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from common.bootstrap import mean_interval
-from common.output import table_of
+from common.output import mean_interval, table_of
 
 ANCHOR = "torchrec"
 """What ratios refer to: TorchRec's plan with true pooling factors."""

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from common.measured_costs import MeasuredCosts
-from common.set_clock import SetClock
+from common.measured_costs import MeasuredCosts, SetClock
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import workloads_of

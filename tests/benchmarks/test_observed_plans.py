@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.bootstrap import interval, trimmed_mean
+from common.output import append, interval, trimmed_mean
 from observed import overhead
-from observed.record import Record
-from observed.setting import trains_exactly
-from observed.summary import summary_of
+from observed.plans import summary_of
+from observed_steps import recorded, trains_exactly
 from tests.torchrun import forked
 
 COMMAND = Path(__file__).parents[2] / "benchmarks" / "observed_steps.py"
@@ -65,7 +64,7 @@ def test_summary_of_models() -> None:
         _row(1, "adagrad", {"roofline": 0.4, learned: 0.1}, plans | {learned: 1.0}),
     ]
     summary = summary_of(rows)
-    assert list(summary["errors"]) == ["all", "sgd", "adagrad", "all but adagrad"]
+    assert list(summary["errors"]) == ["all", "sgd", "adagrad"]
     assert summary["errors"]["all"]["roofline-learned over"]["roofline"] == pytest.approx([0.25] * 3)
     assert summary["exchanges"][learned] == {"lookups": pytest.approx(0.075)}
     assert summary["steps"]["step"]["shipped"]["ratio"] == pytest.approx([0.8] * 3)
@@ -74,12 +73,12 @@ def test_summary_of_models() -> None:
 
 
 def test_records_go_on_with_the_same_settings(tmp_path: Path) -> None:
-    record = Record(tmp_path / "rows.jsonl", {"steps": 3, "plans": ("a",)})
-    assert record.rows() == []
-    record.add({"model": 0})
-    assert [row["model"] for row in record.rows()] == [0]
+    record = tmp_path / "rows.jsonl"
+    assert recorded(record, {"steps": 3}) == []
+    append(record, {"model": 0, "settings": {"steps": 3}})
+    assert [row["model"] for row in recorded(record, {"steps": 3})] == [0]
     with pytest.raises(ValueError, match="other settings"):
-        Record(record.path, {"steps": 4}).rows()
+        recorded(record, {"steps": 4})
 
 
 def test_slices_of_columns_change_row_wise_optimizers_alone() -> None:
@@ -89,7 +88,7 @@ def test_slices_of_columns_change_row_wise_optimizers_alone() -> None:
 
 def test_two_ranks_learn_and_plan(tmp_path: Path) -> None:
     options = ["--first-model=1", "--models=1", "--count=4", "--max-rows=500", "--dim=8", "--batch-size=8", "--steps=6"]
-    options += ["--learned-from=planners", "--steps-measured=8", "--copies=2", "--min-partition=4"]
+    options += ["--steps-measured=8", "--copies=2", "--min-partition=4"]
     options += [f"--record={tmp_path / 'rows.jsonl'}", f"--json={tmp_path / 'all.json'}"]
     done = forked(COMMAND, *options)
     assert done.returncode == 0, done.stderr

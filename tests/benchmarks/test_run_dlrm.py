@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import run_dlrm
-from dlrm import model as dlrm
+from dlrm import job as dlrm
 from dlrm.options import Config
 from dlrm.results import ratio_interval
 from dreamshard_planner import Observation

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import compare_placements
-from common.set_clock import SetClock
+from common.measured_costs import SetClock
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import processor_time

@@ -36,7 +36,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm.model import EveryTypeSharder
+from dlrm.job import EveryTypeSharder
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
 
 SAMPLES = 16

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
-from dlrm.model import EveryTypeSharder
+from dlrm.job import EveryTypeSharder
 from dreamshard_planner import CheckpointError, DreamShardPlanner, load_across_plans
 from dreamshard_planner.errors import FileError
 

@@ -33,7 +33,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm.model import EveryTypeSharder
+from dlrm.job import EveryTypeSharder
 from dreamshard_planner import (
     DistributedModelParallel,
     DreamShardError,

@@ -15,7 +15,7 @@ from torchrec.optim import SGD
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm.model import EveryTypeSharder
+from dlrm.job import EveryTypeSharder
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
 
 ROWS, DIM = 20, 8

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchrec.distributed.planner.types import Topology
 
-from common.set_clock import SetClock
+from common.measured_costs import SetClock
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.collect import REFERENCE_SETS, collect

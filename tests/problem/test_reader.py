@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm.model import EveryTypeSharder
+from dlrm.job import EveryTypeSharder
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
