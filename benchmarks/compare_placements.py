@@ -4,9 +4,8 @@
     python benchmarks/compare_placements.py --tasks 60 --seed 1 --record benchmarks/results/2026-11-21-placements.jsonl
 
 Devices are virtual: the set of tables of each is one fused kernel, and all sets of all placements of a task are timed
-on the device at hand in shuffled rounds, each beside a reference set. The *oracle* is local search on measured costs
-from the best of all placers. Each task appends one line to the record; the same command continues where it ends, and
-summarizes.
+on the device at hand in shuffled rounds, each beside a reference set. Each task appends one line to the record; the
+same command continues where it ends, and summarizes.
 
 Compute is ``max over devices of (forward + backward)`` as measured; overall adds modelled collectives. Ratios are
 geometric means over tasks that both sides place; what a placer could not place is counted.
@@ -19,7 +18,7 @@ With ``--sharding-types table_wise,column_wise``, planners choose splits and ran
 ``split_placers.py``, ``split_referee.py``):
 
     python benchmarks/compare_placements.py --sharding-types table_wise,column_wise --tasks 60 --seed 1 \\
-        --oracle-seconds 60 --record benchmarks/results/2026-11-22-placements-splits.jsonl
+        --record benchmarks/results/2026-11-22-placements-splits.jsonl
 """
 
 from __future__ import annotations
@@ -49,54 +48,15 @@ from common.output import commit, named, provenance, wide_console
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned, processor_time
 from dreamshard_planner.search_space.sharding_types import CW, DP, TW
-from placements.contests import Part, draw_contests
-from placements.placers import Contest, Field
+from placements.contests import Contest, Part, draw_contests
+from placements.placers import Field
 from placements.split_contests import SplitContest, draw_split_contests
-from placements.split_placers import SplitField
-from placements.split_referee import play_splits, print_split_summary
+from placements.split_referee import SplitField, play_splits, print_split_summary
 from placements.summary import ANCHOR, draw_figure, print_summary
 
 
-def search_measured(
-    measured: MeasuredCosts, start_S: Tensor, seconds: float, generator: torch.Generator, repeats: int = 3
-) -> Tensor:
-    """Local search whose only judge is measurement: moves and swaps off the slowest device, in random order.
-
-    What looks better is measured again, beside what it would replace, and has to be better twice. Luck may still pass
-    a hundred such tests: at the end the result is measured beside the start, and has to be better once more.
-    """
-    deadline = time.monotonic() + seconds
-    problem, best_S = measured.cost.problem, start_S
-
-    def slowest_ms(plan_S: Tensor) -> float:
-        return float(measured.rate(plan_S).device_ms_BD.max())
-
-    measured.time([best_S], repeats)
-    best_ms = slowest_ms(best_S)
-    while time.monotonic() < deadline:
-        slowest = int(measured.rate(best_S).device_ms_BD[0].argmax())
-        changed_S = best_S.clone()
-        here = (best_S == slowest).nonzero()[:, 0]
-        there = (best_S != slowest).nonzero()[:, 0]
-        leaving = int(here[torch.randint(len(here), (1,), generator=generator)])
-        if len(there) and float(torch.rand(1, generator=generator)) < 0.6:
-            returning = int(there[torch.randint(len(there), (1,), generator=generator)])
-            changed_S[leaving], changed_S[returning] = best_S[returning], slowest
-        else:
-            changed_S[leaving] = int(torch.randint(problem.num_ranks, (1,), generator=generator))
-        if not bool(problem.fits(changed_S[None])[0]):
-            continue
-        measured.time([changed_S], repeats)
-        if slowest_ms(changed_S) < best_ms:
-            measured.time([best_S, changed_S], repeats, again=True)
-            best_S = min((best_S, changed_S), key=slowest_ms)
-            best_ms = slowest_ms(best_S)
-    measured.time([start_S, best_S], 3 * repeats, again=True)
-    return min((start_S, best_S), key=slowest_ms)
-
-
 def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, args: argparse.Namespace) -> dict:
-    """One task: place, look for the oracle, then measure everything together."""
+    """One task: place, then measure everything together."""
     plans: dict[str, Tensor | None] = {}
     seconds: dict[str, float] = {}
     for name in names:
@@ -108,14 +68,6 @@ def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, arg
             raise RuntimeError(f"task {contest.name}: {name} does not fit into memory")
     clock = SetClock(contest.task.workloads, args.device, arena, seed=args.seed)
     cost = field.cost(contest)
-    feasible = [plan for plan in plans.values() if plan is not None]
-    if feasible and args.oracle_seconds:
-        measured = MeasuredCosts(cost, clock)
-        measured.time(feasible, 5)
-        best = min(feasible, key=lambda plan: float(measured.rate(plan).device_ms_BD.max()))
-        generator = torch.Generator().manual_seed(args.seed)
-        plans["oracle"] = search_measured(measured, best, args.oracle_seconds, generator)
-
     final = MeasuredCosts(cost, clock)
     known = {name: plan for name, plan in plans.items() if plan is not None}
     final.time(list(known.values()), args.rounds)
@@ -185,7 +137,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--record", type=Path, required=True, help="a JSON line per task; continued")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task later than this")
     parser.add_argument("--rounds", type=int, default=9, help="times that each placement is measured")
-    parser.add_argument("--oracle-seconds", type=float, default=120.0, help="0: no oracle, no room")
     parser.add_argument("--batch-size", type=int, default=512, help="samples that a kernel sees")
     parser.add_argument(
         "--processor-time",

@@ -34,7 +34,11 @@ import torch
 from rich.console import Console
 from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
-from torchrec.distributed.planner.types import Topology
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from common.linear_cost import LinearCost
 from common.output import mean_interval, provenance, table_of, wide_console, write_result
@@ -48,7 +52,6 @@ from dreamshard_planner.measure.sets import GroupMix, draw_sets
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.tables import Workload
 from placements.placers import best_scale
-from placements.torchrec_estimates import torchrec_table_ms
 
 DATA = Path(__file__).parent / "data"
 POOLS = ("meta_like_2021", "merlin_small", "broad")
@@ -101,6 +104,47 @@ def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset, usual_
     """Sum of measured single tables, [X, 2]."""
     alone_ms = {group[0]: row for group, row in zip(singles.sets, singles.at_speed_ms(usual_ms), strict=True)}
     return torch.stack([torch.stack([alone_ms[w] for w in workloads]).sum(0) for workloads in sets])
+
+
+def torchrec_table_ms(sets: Sequence[Sequence[Workload]], device: str) -> Tensor:
+    """Estimated compute of sets, the sum over their tables, [X, 2]; all taken as pooled, on one device.
+
+    An estimate's unit is a second times unknown constants: scale it before any comparison in milliseconds.
+    """
+    by_batch: dict[int, dict[Workload, str]] = {}
+    for workloads in sets:
+        for workload in workloads:
+            names = by_batch.setdefault(workload.batch_size, {})
+            names.setdefault(workload, f"t{len(names)}")
+    estimates = {batch: _estimate(names, batch, device) for batch, names in by_batch.items()}
+    return torch.stack(
+        [torch.stack([estimates[w.batch_size][w] for w in workloads]).sum(0) for workloads in sets]
+    ).double()
+
+
+def _estimate(names: dict[Workload, str], batch_size: int, device: str) -> dict[Workload, Tensor]:
+    module = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=w.rows,
+                embedding_dim=w.dim,
+                feature_names=[f"{name}_{index}" for index in range(w.num_features)],
+            )
+            for w, name in names.items()
+        ],
+    )
+    constraints = {
+        name: ParameterConstraints(
+            ["table_wise"], ["fused"], pooling_factors=[w.pooling_factor / w.num_features] * w.num_features
+        )
+        for w, name in names.items()
+    }
+    enumerator = EmbeddingEnumerator(Topology(1, device), batch_size, constraints)
+    options = {o.name: o for o in enumerator.enumerate(module, [EmbeddingBagCollectionSharder()])}
+    perf = {w: options[name].shards[0].perf for w, name in names.items()}
+    return {w: torch.tensor([p.fwd_compute, p.bwd_compute]) for w, p in perf.items()}
 
 
 def relative_errors(predicted_X2: Tensor, label_X2: Tensor) -> np.ndarray:

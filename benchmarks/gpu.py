@@ -32,7 +32,7 @@ def commands(device: str, ranks: int, out: Path, name: str, minutes: float, quic
     tests = "-m 'not gpu' tests/measure/test_gpu.py" if cpu else "-m gpu"
     collectives = f"--collectives={folder}/collectives.json" if ranks > 1 else ""
     updates = "--quick" if quick else f"--updates={max(20, min(300, round(12 * minutes)))}"
-    referee = f"{python} {scripts}/compare_placements.py --device={device} --checkpoint={made} --oracle-seconds=0"
+    referee = f"{python} {scripts}/compare_placements.py --device={device} --checkpoint={made}"
     referee += f" --batch-size={512 if cpu else 16384}"
     listed = {
         "tests": f"{python} -m pytest -q -p no:cacheprovider {tests}",

@@ -1,6 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The DreamShard paper's own experiment on this machine's kernels: train and test tasks of one pool, one dim, one batch
-size and one optimizer; the published method beside its baselines, ours, the measured oracle, and its own ablations.
+size and one optimizer; the published method beside its baselines, ours, and its own ablations.
 
     python benchmarks/paper_experiment.py --work paper-experiment.work --processor-time \\
         --record benchmarks/results/2026-11-22-paper-experiment.jsonl
@@ -47,9 +47,9 @@ from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.support.progress import progress_bar
 from paper.models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
 from paper.results import held_out_blocks, held_out_errors, held_out_placements, print_results
-from paper.setting import Half, Setting, halves
-from paper.training import measure_placements
-from placements.placers import Contest, Field
+from paper.training import Half, Setting, halves, measure_placements
+from placements.contests import Contest
+from placements.placers import Field
 
 SETTINGS = "20x4,40x4,60x4,80x4,100x4,40x8,80x8"
 STEPS = ("collect", "learn", "held-out", "test", "report")
@@ -57,7 +57,7 @@ SEEDS = ("measured_seeds", "away_seeds", "converged_seeds", "ablation_seeds")
 """Parts of the scale that the command line names."""
 BASELINES = ("random", *HEURISTICS, "torchrec")
 QUICK = {
-    "settings": "6x2,8x2", "home": "6x2", "seeds": 2, "tasks": 1, "oracle_tasks": 1, "oracle_seconds": 0.5,
+    "settings": "6x2,8x2", "home": "6x2", "seeds": 2, "tasks": 1,
     "batch_size": 32, "rounds": 1, "held_out": 2, "measured_seeds": 1, "away_seeds": 1,
     "ablation_seeds": 1, "converged_seeds": 1,
 }  # fmt: skip
@@ -139,8 +139,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ablation-seeds", type=int, default=3, help="of these, with everything but the main rows too")
     parser.add_argument("--tasks", type=int, default=50, help="test tasks of each setting")
     parser.add_argument("--held-out", type=int, default=50, help="random placements of test tasks, by setting")
-    parser.add_argument("--oracle-tasks", type=int, default=2, help="of each setting, with a measured oracle")
-    parser.add_argument("--oracle-seconds", type=float, default=60.0)
     parser.add_argument("--batch-size", type=int, default=512, help="samples that a kernel sees")
     parser.add_argument("--rounds", type=int, default=3, help="times that each placement is measured")
     parser.add_argument("--device", default="cpu")
@@ -226,7 +224,6 @@ def test(
     played = {record["task"] for record in records[1:]}
     total = len(settings) * args.tasks
     args.record.parent.mkdir(parents=True, exist_ok=True)
-    oracle_seconds = args.oracle_seconds
     with args.record.open("a") as file, progress_bar("test tasks", total, True, len(played)) as advance:
         if not records:
             head = {"settings": settings_of(args), "scale": asdict(models.scale)} | provenance(models.arena.device)
@@ -240,14 +237,12 @@ def test(
                 if setting not in fields:
                     fields[setting] = PaperField(models, setting, seeds, args.device)
                 field = fields[setting]
-                args.oracle_seconds = oracle_seconds if index < args.oracle_tasks else 0.0
                 record = play(task, field, list(field.placers), models.arena, args)
                 record["predicted_compute_ms"] = field.predicted_ms
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 advance(task.name)
                 tick()
-    args.oracle_seconds = oracle_seconds
 
 
 def report(models: Models, settings: list[Setting], half: Half, seeds: range, args: argparse.Namespace) -> None:
@@ -273,7 +268,7 @@ def report(models: Models, settings: list[Setting], half: Half, seeds: range, ar
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """What a record must agree in to be continued."""
     names = (
-        "seeds", *SEEDS, "home", "batch_size", "rounds", "oracle_seconds", "device", "processor_time", "quick",
+        "seeds", *SEEDS, "home", "batch_size", "rounds", "device", "processor_time", "quick",
     )  # fmt: skip
     return {name: str(getattr(args, name)) for name in names}
 

@@ -45,16 +45,16 @@ class MeasuredCosts:
             devices[key // problem.num_groups].append(tuple(shards))
         return devices
 
-    def time(self, assignments: Sequence[Tensor], repeats: int, again: bool = False) -> None:
-        """Measure the sets of some placements side by side; with ``again`` also sets that were measured before."""
+    def time(self, assignments: Sequence[Tensor], repeats: int) -> None:
+        """Measure the sets of some placements side by side, each once."""
         sets = {group for plan in assignments for device in self.sets_of(plan) for group in device}
-        todo = sorted(sets if again else sets - self._set_ms.keys())
+        todo = sorted(sets - self._set_ms.keys())
         if not todo:
             return
         self._set_ms.update(zip(todo, self._measure(todo, repeats), strict=True))
 
     def rate(self, assignment_S: Tensor) -> PlacementCosts:
-        """Return the costs of a placement by the last measurement of each of its sets."""
+        """Return the costs of a placement by the measurements of its sets."""
         nothing = torch.zeros(2, dtype=torch.float64)
         device_ms_D2 = torch.stack(
             [sum((self._set_ms[group] for group in device), nothing) for device in self.sets_of(assignment_S)]

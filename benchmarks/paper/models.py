@@ -23,12 +23,19 @@ from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, g
 from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.workload.features import PAPER_FEATURES
-from paper.paper_network import PaperCostConfig, PaperCostNetwork, PaperFit, PaperFitConfig
-from paper.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
-from paper.setting import Half, Setting
-from paper.training import Published, Trained, cost_of, kept, train_on_measured_rewards, train_published
-from placements.contests import BYTES_PER_MS
-from placements.placers import Contest, rule_starts, searched
+from paper.networks import (
+    PaperCostConfig,
+    PaperCostNetwork,
+    PaperFit,
+    PaperFitConfig,
+    PaperPolicy,
+    PaperPolicyConfig,
+    RecurrentPolicy,
+    RecurrentPolicyConfig,
+)
+from paper.training import Half, Published, Setting, Trained, cost_of, kept, train_on_measured_rewards, train_published
+from placements.contests import BYTES_PER_MS, Contest
+from placements.placers import rule_starts, searched
 
 
 @dataclass(frozen=True)

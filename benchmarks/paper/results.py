@@ -23,9 +23,8 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.search.heuristics import HEURISTICS
 from paper.models import FITS, Models
-from paper.paper_network import HEADS, PaperCostNetwork, placement_labels, sent_bytes
-from paper.setting import Half, Setting
-from paper.training import labelled_placements, load_blocks, named_placement
+from paper.networks import HEADS, PaperCostNetwork, placement_labels, sent_bytes
+from paper.training import Half, Setting, labelled_placements, load_blocks, named_placement
 from placements.contests import BYTES_PER_MS
 from placements.placers import best_scale
 
@@ -207,9 +206,7 @@ def print_results(
     for setting, kinds in tables.items():
         count = next(iter(kinds.values())).shape[1]
         alone = sum(r["one_table_is_the_bottleneck"] for r in records if r["pool"] == setting)
-        infeasible = {
-            kind: int(np.isnan(v).sum()) for kind, v in kinds.items() if kind != "oracle" and np.isnan(v).any()
-        }
+        infeasible = {kind: int(np.isnan(v).sum()) for kind, v in kinds.items() if np.isnan(v).any()}
         console.print(
             f"{setting}: {count} tasks, strongest rule {strongest_rule(kinds)}, one table alone is the bottleneck in "
             f"{alone}; infeasible: {infeasible or 'none'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -19,14 +19,28 @@ from dreamshard_planner.policy.tasks import Task, problem_of
 from dreamshard_planner.search.exact import solve
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from dreamshard_planner.workload.pools import named_pool
-from dreamshard_planner.workload.tables import workloads_of
-from placements.placers import EXACT_SECONDS, Contest
+from dreamshard_planner.workload.tables import Table, workloads_of
 
 POOLS = ("meta_like_2021", "merlin_medium", "mlperf_dlrm_dcnv2")
 FILLED = 0.95
 """Share of all memory that is taken in a tight task."""
 BYTES_PER_MS = 12.5e9 / 1e3  # 100 Gbit/s Ethernet; only the overall cost depends on it
+EXACT_SECONDS = 60.0
+"""Far more than the solver takes for up to 100 tables on 8 devices, so that its plan does not depend on the clock."""
 AnyContest = TypeVar("AnyContest")
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A task for all placers: tables, devices and memory, and the samples that a kernel sees."""
+
+    name: str
+    pool: str
+    tables: tuple[Table, ...]
+    task: Task
+    batch_size: int
+    tight: bool
+    collectives: CollectiveModel
 
 
 class Part:

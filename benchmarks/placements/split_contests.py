@@ -172,8 +172,8 @@ def _at_cost(
 class SplitTask:
     """A contest as TorchRec sees it: module, sharder, topology, constraints; and the sharding problem that it poses.
 
-    TorchRec has one width per table: the least from ``min_partition`` on that divides its dim (``allowed``). A beam
-    search over column halvings wants the others as well (``read``).
+    TorchRec has one width per table: the least from ``min_partition`` on that divides its dim (``allowed``). Our
+    planner has two, four, ... of these slices as well (``read``).
 
     Args:
         contest: what to build.
@@ -219,10 +219,6 @@ class SplitTask:
         halvings = [halved for option in allowed for halved in own_slices(EnumeratedOption.of(option), asked)]
         estimate_all(torchrec_estimators(self.topology, self.constraints), halvings, self.sharders)
         return halvings
-
-    def widened(self, sharding: Sharding) -> Sharding:
-        """A sharding of the allowed problem, in terms of the one with halvings."""
-        return self.read.sharding(self.allowed.assign(sharding))
 
     def _topology(self, capacity_bytes: int) -> Topology:
         ranks = self.contest.ranks

@@ -1,6 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""One contest with splits: all placers plan, a search by measurement looks for better, and everything is measured
-together.
+"""Planners that may split tables, and one contest of them: all plan, and everything is measured together.
+
+A planner takes a task and returns a sharding, or nothing where it finds none. All but those that are called freer
+choose among TorchRec's own options of the task.
 
 What TorchRec runs as one fused kernel is measured as one: the whole tables of a rank, its column slices, and its
 data-parallel tables each have kernels of their own, and a rank costs the sum. Of data-parallel tables, the kernel is
@@ -12,13 +14,18 @@ Shapes: D ranks, 2 = forward and backward.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from rich.console import Console
 from torch import Tensor
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError
 
 from common.measured_costs import SetClock
 from common.output import commit
@@ -26,10 +33,78 @@ from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.search_space.sharding_types import TW
-from placements.split_contests import SplitContest, SplitTask
-from placements.split_placers import WHOLE, SplitField
+from placements.placers import Field
+from placements.split_contests import SameStorage, SplitContest, SplitTask
 from placements.summary import ANCHOR, print_table, summarize
+
+SplitPlacer = Callable[[SplitTask], Sharding | None]
+
+WHOLE = ("dreamshard_whole", "torchrec_whole")
+"""Placers that split nothing."""
+FREER = ("dreamshard", "dreamshard_shipped")
+"""Placers that merge slices, and so have more widths than TorchRec's planner."""
+
+
+class SplitField:
+    """All of them by name.
+
+    Args:
+        field: checkpoint and fitted costs.
+        device: compute device.
+        seed: of the searches.
+    """
+
+    def __init__(self, field: Field, device: str = "cpu", seed: int = 0) -> None:
+        self.field, self._device, self._seed = field, device, seed
+        self.placers: dict[str, SplitPlacer] = {
+            "dreamshard": partial(self._dreamshard, None, None),
+            "dreamshard_shipped": partial(self._dreamshard, None, "auto"),
+            "dreamshard_whole": partial(self._dreamshard, (TW,), None),
+            "torchrec": partial(self._torchrec, None, True),
+            "torchrec_default": partial(self._torchrec, None, False),
+            "torchrec_whole": partial(self._torchrec, (TW,), True),
+        }
+
+    def _dreamshard(
+        self, sharding_types: Sequence[str] | None, checkpoint: str | None, task: SplitTask
+    ) -> Sharding | None:
+        """The planner as a user calls it; with the field's checkpoint, unless another is given: what ships may have
+        been measured on other hardware."""
+        planner = DreamShardPlanner(
+            topology=task.topology,
+            batch_size=task.local_batch_size,
+            constraints=copy.deepcopy(task.constraints),
+            statistics=task.statistics,
+            storage_reservation=FixedPercentageStorageReservation(0.0),
+            checkpoint=checkpoint or self.field.learned,
+            sharding_types=sharding_types or task.contest.sharding_types,
+            seed=self._seed,
+            debug=False,
+        )
+        return _planned(planner, task)
+
+    def _torchrec(self, sharding_types: Sequence[str] | None, known: bool, task: SplitTask) -> Sharding | None:
+        """TorchRec's planner with its own proposers and partitioner."""
+        constraints = task.constraints_with(sharding_types or task.contest.sharding_types, known)
+        planner = EmbeddingShardingPlanner(
+            topology=task.topology,
+            batch_size=task.local_batch_size,
+            enumerator=SameStorage(task.topology, task.local_batch_size, constraints, storages=task.storages),
+            storage_reservation=FixedPercentageStorageReservation(0.0),
+            constraints=constraints,
+            debug=False,
+        )
+        return _planned(planner, task)
+
+
+def _planned(planner: EmbeddingShardingPlanner, task: SplitTask) -> Sharding | None:
+    try:
+        return task.sharding(planner.plan(copy.copy(task.module), task.sharders))
+    except PlannerError:
+        return None
+
 
 BEST_WHOLE = "best_whole"
 """The better one of the plans that split nothing, in summaries."""
@@ -57,10 +132,10 @@ class MeasuredShardings:
             ranks[rank].append(tuple(sorted(parts)))
         return ranks
 
-    def time(self, shardings: Sequence[Sharding], repeats: int, again: bool = False) -> None:
-        """Measure the kernels of some shardings together; those measured before only ``again``."""
+    def time(self, shardings: Sequence[Sharding], repeats: int) -> None:
+        """Measure the kernels of some shardings together, each once."""
         sets = {kernel for sharding in shardings for rank in self.sets_of(sharding) for kernel in rank}
-        todo = sorted(sets if again else sets - self.set_ms.keys())
+        todo = sorted(sets - self.set_ms.keys())
         if todo:
             self.set_ms.update(zip(todo, self._clock(todo, repeats), strict=True))
 
@@ -76,88 +151,11 @@ class MeasuredShardings:
             cost_D2[None, :, 0], cost_D2[None, :, 1], *self._task.read.problem.collectives.ms(bytes_CD[None])
         )
 
-    def compute_ms(self, sharding: Sharding) -> float:
-        """Of the slowest rank."""
-        return float(self.rate(sharding).device_ms_BD.max())
-
-
-class SplitSearch:
-    """Local search over splits and ranks whose only judge is measurement, among TorchRec's options of the task."""
-
-    def __init__(self, task: SplitTask, measured: MeasuredShardings, generator: torch.Generator) -> None:
-        self._task, self._measured, self._generator = task, measured, generator
-        self._single_P = task.cost.single_ms_P
-
-    def run(self, start: Sharding, seconds: float, repeats: int = 3) -> Sharding:
-        """Change what burdens the slowest rank, in random order. What looks better is measured again beside what it
-        would replace, and at the end once more beside the start: luck may pass a hundred tests."""
-        deadline, measured, best = time.monotonic() + seconds, self._measured, start
-        measured.time([best], repeats)
-        while time.monotonic() < deadline:
-            changed = self._changed(best)
-            if changed is None or changed == best or not self._task.cost.problem.fits(changed):
-                continue
-            measured.time([changed], repeats)
-            if measured.compute_ms(changed) < measured.compute_ms(best):
-                measured.time([best, changed], repeats, again=True)
-                best = min((best, changed), key=measured.compute_ms)
-        measured.time([start, best], 3 * repeats, again=True)
-        return min((start, best), key=measured.compute_ms)
-
-    def _draw(self, count: int) -> int:
-        return int(torch.randint(count, (1,), generator=self._generator))
-
-    def _changed(self, sharding: Sharding) -> Sharding | None:
-        """A unit of the slowest rank moved or swapped, or one of its tables split otherwise."""
-        problem = self._task.read.problem
-        units = [
-            (table, index, position)
-            for table, (option, positions) in enumerate(zip(sharding.options, sharding.positions, strict=True))
-            for index, (unit, position) in enumerate(zip(problem.tables[table][option].units, positions, strict=True))
-            if unit.span == 1
-        ]
-        slowest = int(self._measured.rate(sharding).device_ms_BD[0].argmax())
-        here = [unit for unit in units if unit[2] == slowest]
-        there = [unit for unit in units if unit[2] != slowest]
-        if not here or self._draw(3) == 0:
-            return self._resharded(sharding, here)
-        table, index, _ = here[self._draw(len(here))]
-        if there and self._draw(5) < 3:
-            other, other_index, rank = there[self._draw(len(there))]
-            sharding = sharding.changed(*sharding.move(other, other_index, slowest))
-        else:
-            rank = self._draw(problem.num_ranks)
-        return sharding.changed(*sharding.move(table, index, rank))
-
-    def _resharded(self, sharding: Sharding, here: Sequence[tuple[int, int, int]]) -> Sharding | None:
-        """A table with a unit on the slowest rank, else any, under another option: its units where the measured load
-        and what they cost alone leave the lowest peak."""
-        problem = self._task.read.problem
-        allowed = problem.tables
-        tables = [table for table in dict.fromkeys(table for table, *_ in here) if len(allowed[table]) > 1]
-        tables = tables or [table for table, options in enumerate(allowed) if len(options) > 1]
-        if not tables:
-            return None
-        table = tables[self._draw(len(tables))]
-        others = [option for option in range(len(allowed[table])) if option != sharding.options[table]]
-        option = others[self._draw(len(others))]
-        load_D = self._measured.rate(sharding).device_ms_BD[0].clone()
-        for unit, position in zip(
-            problem.tables[table][sharding.options[table]].units, sharding.positions[table], strict=True
-        ):
-            load_D[list(unit.ranks(position))] -= self._single_P[list(unit.parts)]
-        positions = []
-        for unit in problem.tables[table][option].units:
-            peak_N = load_D.view(-1, unit.span).amax(-1)
-            positions.append(int(peak_N.argmin()))
-            load_D[list(unit.ranks(positions[-1]))] += self._single_P[list(unit.parts)]
-        return sharding.changed(table, option, tuple(positions))
-
 
 def play_splits(
     contest: SplitContest, field: SplitField, names: Sequence[str], arena: Arena, args: argparse.Namespace
 ) -> dict:
-    """One task: plan, look for the oracle, then measure everything together."""
+    """One task: plan, then measure everything together."""
     task = SplitTask(contest, field.field.learned, args.device)
     plans: dict[str, Sharding | None] = {}
     seconds: dict[str, float] = {}
@@ -169,12 +167,6 @@ def play_splits(
         plans[name] = plan if plan is not None and task.cost.problem.fits(plan) else None
     known = {name: plan for name, plan in plans.items() if plan is not None}
     clock = SetClock(task.read.workload_P, args.device, arena, seed=args.seed)
-    if known and args.oracle_seconds:
-        measured = MeasuredShardings(task, clock)
-        measured.time(list(known.values()), 5)
-        best = min(known.values(), key=measured.compute_ms)
-        search = SplitSearch(task, measured, torch.Generator().manual_seed(args.seed))
-        known["oracle"] = search.run(best, args.oracle_seconds)
     final = MeasuredShardings(task, clock)
     final.time(list(known.values()), args.rounds)
     heaviest_ms = float(clock([(_heaviest_whole(task),)], args.rounds)[0].sum())

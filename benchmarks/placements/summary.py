@@ -18,7 +18,7 @@ ANCHOR = "torchrec"
 
 
 def summarize(records: Sequence[dict], pool: str | None = None, anchor: str = ANCHOR) -> list[dict[str, Any]]:
-    """One row per placer: ratio to the anchor with its 95 % bootstrap interval, wins, share of the room, infeasible."""
+    """One row per placer: ratio to the anchor with its 95 % bootstrap interval, wins, infeasible."""
     chosen = [record for record in records if pool in (None, record["pool"])]
     names = list(dict.fromkeys(name for record in chosen for name in [*record["compute_ms"], *record["infeasible"]]))
     rng = np.random.default_rng(0)
@@ -27,7 +27,6 @@ def summarize(records: Sequence[dict], pool: str | None = None, anchor: str = AN
         both = [r for r in chosen if name in r["compute_ms"] and anchor in r["compute_ms"]]
         logs = np.array([math.log(r["compute_ms"][name] / r["compute_ms"][anchor]) for r in both])
         overall = np.array([math.log(r["overall_ms"][name] / r["overall_ms"][anchor]) for r in both])
-        room = np.array([math.log(r["compute_ms"].get("oracle", math.nan) / r["compute_ms"][anchor]) for r in both])
         rows.append(
             {
                 "placer": name,
@@ -37,7 +36,6 @@ def summarize(records: Sequence[dict], pool: str | None = None, anchor: str = AN
                 "interval": np.exp(mean_interval(logs, rng)).tolist(),
                 "overall": math.exp(overall.mean()) if len(logs) else math.nan,
                 "wins": float((logs < 0).mean()) if len(logs) else math.nan,
-                "room_won": float(logs.sum() / room.sum()) if len(logs) and room.sum() < 0 else math.nan,
             }
         )
     return sorted(rows, key=lambda row: row["compute"])
@@ -45,12 +43,12 @@ def summarize(records: Sequence[dict], pool: str | None = None, anchor: str = AN
 
 def print_table(title: str, rows: Sequence[dict[str, Any]], console: Console) -> None:
     """Rows of :func:`summarize`."""
-    table = table_of(title, "placer", "compute", "95 %", "overall", "wins", "room won", "infeasible")
+    table = table_of(title, "placer", "compute", "95 %", "overall", "wins", "infeasible")
     for row in rows:
         low, high = row["interval"]
         table.add_row(
             row["placer"], f"{row['compute']:.3f}", f"{low:.3f}-{high:.3f}", f"{row['overall']:.3f}",
-            f"{row['wins']:.0%}", f"{row['room_won']:.0%}", str(row["infeasible"]),
+            f"{row['wins']:.0%}", str(row["infeasible"]),
         )  # fmt: skip
     console.print(table)
 

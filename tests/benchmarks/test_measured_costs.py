@@ -30,7 +30,7 @@ def test_real_kernels_are_timed() -> None:
     assert times_X2.shape == (3, 2) and (times_X2 > 0).all()
 
 
-def test_placements_cost_what_was_measured_last() -> None:
+def test_placements_cost_what_was_measured() -> None:
     cost = make_cost(4, 2, groups=2)
     asked: list[tuple[int, ...]] = []
 
@@ -43,8 +43,6 @@ def test_placements_cost_what_was_measured_last() -> None:
     devices = measured.sets_of(plan_S)
     assert sorted(shard for device in devices for group in device for shard in group) == [0, 1, 2, 3]
     assert measured.rate(plan_S).backward_ms_BD[0].tolist() == pytest.approx([20.0, 20.0])
-    first, before = measured.rate(plan_S).forward_ms_BD, len(asked)
+    before = len(asked)
     measured.time([plan_S], 1)
     assert len(asked) == before  # known already
-    measured.time([plan_S], 1, again=True)
-    assert len(asked) == 2 * before and (measured.rate(plan_S).forward_ms_BD > first).all()

@@ -15,8 +15,8 @@ import torch
 
 import compare_placements
 from dreamshard_planner.cost.dataset import CostDataset
-from placements.contests import draw_contests
-from placements.placers import DATA, Contest, Field
+from placements.contests import Contest, draw_contests
+from placements.placers import DATA, Field
 from placements.summary import ANCHOR, summarize
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -67,14 +67,13 @@ def test_contests_are_of_held_out_tables_and_repeatable() -> None:
 
 def test_summary_by_hand() -> None:
     records = [
-        {"pool": "p", "compute_ms": {ANCHOR: 4.0, "a": 2.0, "oracle": 2.0}, "infeasible": []},
-        {"pool": "p", "compute_ms": {ANCHOR: 4.0, "a": 8.0, "oracle": 2.0}, "infeasible": ["b"]},
+        {"pool": "p", "compute_ms": {ANCHOR: 4.0, "a": 2.0}, "infeasible": []},
+        {"pool": "p", "compute_ms": {ANCHOR: 4.0, "a": 8.0}, "infeasible": ["b"]},
     ]
     for record in records:
         record["overall_ms"] = record["compute_ms"]
     rows = {row["placer"]: row for row in summarize(records)}
-    assert rows["a"]["compute"] == pytest.approx(1.0) and rows["a"]["wins"] == 0.5 and rows["a"]["room_won"] == 0
-    assert rows["oracle"]["compute"] == pytest.approx(0.5) and rows["oracle"]["room_won"] == pytest.approx(1.0)
+    assert rows["a"]["compute"] == pytest.approx(1.0) and rows["a"]["wins"] == 0.5
     assert rows["b"]["infeasible"] == 1 and rows["b"]["tasks"] == 0
 
 
@@ -85,7 +84,6 @@ def test_referee_measures_and_continues(
     command = [
         str(BENCHMARKS / "compare_placements.py"), "--record", str(record), "--batch-size", "32",
         "--placers", "torchrec,size_greedy,dreamshard", "--rounds", "2",
-        "--oracle-seconds", "0.2",
     ]  # fmt: skip
     done = subprocess.run([sys.executable, *command, "--tasks", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -93,7 +91,7 @@ def test_referee_measures_and_continues(
     compare_placements.main()
     head, first, second = (json.loads(line) for line in record.read_text().splitlines())
     assert head["hardware"]["torch"] and (first["task"], second["task"]) == ("1.0", "1.1")
-    assert {"torchrec", "dreamshard", "oracle"} <= set(first["compute_ms"])
+    assert {"torchrec", "dreamshard"} <= set(first["compute_ms"])
     assert all(ms > 0 for ms in first["compute_ms"].values())
     assert record.with_suffix(".png").stat().st_size > 10_000 and "all pools: 2 tasks" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [*command, "--tasks", "3", "--seed", "9"])

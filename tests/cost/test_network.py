@@ -25,7 +25,7 @@ from dreamshard_planner.training.config import QUICK
 from dreamshard_planner.workload.features import FEATURE_INDEX, feature_matrix
 from dreamshard_planner.workload.pools import meta_like, split_tables
 from dreamshard_planner.workload.tables import OPTIMIZERS, FeatureStatistics, Table, Workload, workloads_of
-from paper.paper_network import PaperFit, PaperFitConfig
+from paper.networks import PaperFit, PaperFitConfig
 
 
 def synthetic_ms(workloads: list[Workload]) -> list[float]:

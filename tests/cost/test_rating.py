@@ -16,7 +16,7 @@ from dreamshard_planner.cost.model import Cost, Preload
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
 from dreamshard_planner.workload.features import WORK
-from paper.paper_network import PaperCostConfig, PaperCostNetwork
+from paper.networks import PaperCostConfig, PaperCostNetwork
 
 
 def brute_force_ms(cost: Cost, assignment: list[int]) -> float:

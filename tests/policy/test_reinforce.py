@@ -22,7 +22,7 @@ from dreamshard_planner.policy.reinforce import (
     train_policy,
 )
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
-from paper.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
+from paper.networks import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 
 POLICIES = [(lambda seed=0: Policy(PolicyConfig(), seed), "score")]
 POLICIES += [(lambda seed=0: PaperPolicy(PaperPolicyConfig(), seed), "score")]
