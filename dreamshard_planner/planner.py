@@ -422,13 +422,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return list(self._last().plan)
 
     @neutral()
-    def predict(self, plan: AnyPlan, name: str = "plan", *, statistics: TableStatistics | None = None) -> ReportEntry:
+    def predict(self, plan: AnyPlan, name: str = "plan") -> ReportEntry:
         """Predicted cost of any plan of the last planned module, whoever made it.
 
         Args:
             plan: a ``ShardingPlan``, the file of a plan, or one option per table with ``shard.rank`` set.
             name: of the entry.
-            statistics: of other data than the planner's.
 
         Warns:
             UserWarning: the plan takes the in-backward optimizer away from tables; names them.
@@ -437,11 +436,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlannerError: the plan lacks tables or has unknown ones, or shards without ranks or on impossible ones, or
                 shards that do not cover their table; names them.
             PlanError: the file can't be read.
-            StatisticsError: the model has none of the features that the statistics name.
         """
         model = self._model()
-        if statistics is not None:
-            model = model.with_statistics(statistics)
         rated = model.rated(plan)
         for lost in lost_optimizers(rated.options, model.context.reader, self._topology.compute_device):
             warnings.warn(lost, stacklevel=3)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,19 +14,19 @@ from dreamshard_planner.cli.app import Commands, app, command
 from dreamshard_planner.cli.options import (
     BATCH_SIZE,
     COUNT,
-    RANKS,
-    PlanningOptions,
-    flag,
+    Effort,
+    EffortOption,
     listed,
     load_plan,
     output,
-    takes,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.formatting import first_of
 
 if TYPE_CHECKING:
+    from dreamshard_planner.offline.what_if import Replanning
+    from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.workload.statistics import TableStatistics
 
 stats = typer.Typer(cls=Commands, no_args_is_help=True, help="How features read their tables: counted in your data.")
@@ -95,51 +95,27 @@ PLAN_AGAIN = 3
 """Exit status where that is worth it; errors have 1, and what cannot be parsed 2."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiffOptions(PlanningOptions):
-    """Of ``diff``: a job is wanted only where the gain of planning again is."""
-
-    tables: Annotated[str | None, typer.Option(help="What to plan: also tells what planning again would gain.")] = None
-    plan: Annotated[
-        Path | None,
-        typer.Option(help="The plan that runs, .json: tells whether planning again is worth it. Instead of --tables."),
-    ] = None
-    gpus: Annotated[int, RANKS] = 8
-    batch_size: Annotated[
-        int | None, COUNT(help="Samples in the batch of one rank; default: that of the statistics.")
-    ] = None
-
-
 @command("dreamshard stats diff monday.json tuesday.json", of=stats)
-@takes(DiffOptions)
 def diff(
-    options: DiffOptions,
     before: Annotated[Path, typer.Argument(help="Statistics, .json; with --plan alone, the newer ones.")],
     after: Annotated[Path | None, typer.Argument(help="Newer ones; with --plan, before are those in its file.")] = None,
-    worth: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help=f"Share of the cost from which planning again is worth it, for --plan; default: {WORTH}.",
-        ),
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan that runs, .json: tells whether planning again is worth it.")
     ] = None,
+    worth: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the plan's cost from which planning again is worth it.")
+    ] = WORTH,
+    effort: EffortOption = None,
     every_feature: Annotated[bool, typer.Option("--all", help="Show all, not only those that drifted.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
-    """What drifted; with --tables or --plan also what planning again would gain.
+    """Tell which features drifted; with --plan also what planning again would gain.
 
     With --plan, exit status 3 where that is worth it, 0 where the plan may stay.
     """
     from dreamshard_planner.workload.statistics import TableStatistics
 
-    if options.statistics is not None:
-        raise typer.BadParameter("--statistics: give both files of statistics as arguments")
-    if options.plan is None and options.tables is None and (idle := sorted(options.given())):
-        raise typer.BadParameter(f"{', '.join(map(flag, idle))}: of planning; give --tables or --plan as well")
-    if options.plan is None and worth is not None:
-        raise typer.BadParameter("--worth: of a verdict on a plan; give --plan as well")
-    saved = None if options.plan is None else load_plan(options.plan)
+    saved = None if plan is None else load_plan(plan)
     if after is not None:
         one, newer = TableStatistics.from_json(before), after
     elif saved is not None:
@@ -156,47 +132,40 @@ def diff(
     ]
     columns = ("feature", "lookups before", "after", "changed", "reuse changed", "ids changed")
     told: list[Any] = [str(found).splitlines()[0], *([grid(columns, rows)] if rows else [])]
-    gain, worthwhile = None, False
-    if saved is not None:
-        from dreamshard_planner.offline.from_plan import not_held
-        from dreamshard_planner.offline.what_if import replanning
-
-        if missing := not_held(saved, other):
-            raise StatisticsError(
-                f"{saved.name} may have been made with statistics of {first_of(missing, 3)}, and neither its file nor "
-                f"{newer.name} has any: count these features as well; if they never were counted, dreamshard replan "
-                "takes what there is"
-            )
-        if after is None and found.only_after:
-            named = first_of(found.only_after, 3)
-            told.append(
-                f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {named}; give those that "
-                f"it was made with before {newer.name} to see what drifted."
-            )
-        gain = replanning(options.job_of(saved, other), saved, other)
-        least = WORTH if worth is None else worth
-        worthwhile = gain.gain >= least
-        verdict = "plan again" if worthwhile else "keep the plan"
-        document["verdict"] = verdict
-        told.insert(
-            0,
-            f"Verdict: {verdict}. By {newer.name}, {saved.name} costs {gain.keep_ms:.3f} ms, and planned again "
-            f"{gain.again_ms:.3f} ms: {gain.gain:.1%} less, of {least:.1%} that are worth it.",
-        )
-    elif options.tables is not None:
-        from dreamshard_planner.offline.what_if import replanning
-
-        size = options.batch_size or max(feature.samples for feature in other.values())
-        gain = replanning(replace(options, batch_size=size).job(), one, other)
+    if saved is None:
+        show(document, format, *told)
+        return
+    if after is None and found.only_after:
         told.append(
-            f"Keeping the plan of {before.name}: {gain.keep_ms:.3f} ms; planning again: {gain.again_ms:.3f} ms, "
-            f"{gain.gain:.1%} less."
+            f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {first_of(found.only_after, 3)}; "
+            f"give those that it was made with before {newer.name} to see what drifted."
         )
-    if gain is not None:
-        document["replanning"] = {**asdict(gain), "gain": gain.gain}
-    show(document, format, *told)
-    if worthwhile:
+    gain = _replanning(saved, other, newer.name, effort)
+    verdict = "plan again" if gain.gain >= worth else "keep the plan"
+    document |= {"verdict": verdict, "replanning": {**asdict(gain), "gain": gain.gain}}
+    said = (
+        f"Verdict: {verdict}. By {newer.name}, {saved.name} costs {gain.keep_ms:.3f} ms, and planned again "
+        f"{gain.again_ms:.3f} ms: {gain.gain:.1%} less, of {worth:.1%} that are worth it."
+    )
+    show(document, format, said, *told)
+    if gain.gain >= worth:
         raise typer.Exit(PLAN_AGAIN)
+
+
+def _replanning(saved: SavedPlan, statistics: TableStatistics, name: str, effort: Effort | None) -> Replanning:
+    """Cost of a plan, and of a new one by statistics of this file's name; refused if features lack statistics."""
+    from dreamshard_planner.offline.from_plan import job_of, not_held
+    from dreamshard_planner.offline.what_if import replanning
+
+    if missing := not_held(saved, statistics):
+        raise StatisticsError(
+            f"{saved.name} may have been made with statistics of {first_of(missing, 3)}, and neither its file nor "
+            f"{name} has any: count these features as well; if they never were counted, dreamshard replan takes what "
+            "there is"
+        )
+    job = job_of(saved, statistics)
+    searched = {} if effort is None else {"effort": effort.value}
+    return replanning(replace(job, settings={**job.settings, **searched}), saved)
 
 
 def _keep(counted: TableStatistics, out: Path, format: Format) -> None:

@@ -22,7 +22,6 @@ from dreamshard_planner.offline.jobs import Job
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
-from dreamshard_planner.workload.statistics import TableStatistics
 
 AXES: dict[str, Callable[[Job, Any], Job]] = {
     "ranks": lambda job, value: replace(job, machine=replace(job.machine, ranks_per_host=value)),
@@ -178,14 +177,11 @@ def _with_gpu(machine: Machine, gpu: str) -> Machine:
     return replace(alike, gpu=gpu.lower(), cards=())
 
 
-def replanning(job: Job, before: TableStatistics | SavedPlan, after: TableStatistics) -> Replanning:
-    """Compare the cost of a plan, or of one made with the statistics ``before``, with a new one's by those ``after``.
+def replanning(job: Job, kept: SavedPlan) -> Replanning:
+    """Compare the cost of a plan that runs with a new one's, both for the job and by its statistics.
 
     Raises:
         PlannerError: the tables do not fit.
     """
-    kept = (
-        before if isinstance(before, SavedPlan) else replace(job, model=job.model.with_statistics(before)).plan().plan
-    )
-    again = replace(job, model=job.model.with_statistics(after)).plan()
+    again = job.plan()
     return Replanning(again.planner.predict(kept).total_ms, again.report.chosen.total_ms)

@@ -59,7 +59,6 @@ from dreamshard_planner.search_space.options import by_table, counted
 from dreamshard_planner.search_space.output_types import MixedExchange, may_mix, mixed_exchanges
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.usable_options import as_constrained
-from dreamshard_planner.workload.statistics import TableStatistics
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 MakeEstimator = Callable[[PlanningContext], ShardEstimator]
@@ -199,12 +198,6 @@ class PlanningSession:
     def rated(self, plan: AnyPlan) -> Rated:
         """A plan, read and rated; errors as of :meth:`GivenPlans.options`, and PlanError for a file."""
         return self._given.rated(_read(plan))
-
-    def with_statistics(self, statistics: TableStatistics) -> PlanningSession:
-        """The same by statistics of other data, for costs alone; StatisticsError where no table has their features."""
-        tables = (self.context.reader.declared(options[0]) for options in self._given.by_table.values())
-        statistics.unused(feature for table in tables for feature in table.features)
-        return replace(self, context=self.context.with_statistics(statistics))
 
     def saved(self, plan: AnyPlan, name: str, known: Report | None = None) -> SavedPlan:
         """A plan with all that it was made from, and with its report, if that is ``known``."""

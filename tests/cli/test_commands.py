@@ -34,7 +34,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick")
 TIGHT = ("--hbm", "1GB", "--host-memory", "1GB")
 MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
-"""Commands that test_cli.py and test_observing.py run."""
+"""Commands that test_cli.py, test_comparison.py and test_learning.py run."""
 
 
 def run(*arguments: str, status: int = 0):
@@ -518,12 +518,9 @@ def test_drift_and_what_planning_again_gains(folder: Path) -> None:
     files = (str(folder / "monday.json"), str(folder / "tuesday.json"))
     shown = run("stats", "diff", *files).stdout
     assert "1 of 3 features drifted" in shown and "user_id" in shown and "item_id" not in shown
-    job = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--effort", "quick", "--format", "json")
-    document = json.loads(run("stats", "diff", *files, *job).stdout)
-    assert document["replanning"]["again_ms"] <= document["replanning"]["keep_ms"] * 1.001
     plan = str(folder / "of_monday.json")
     run("plan", *SMALL, "--statistics", files[0], "--effort", "quick", "--out", plan)
-    told = run("stats", "diff", "--plan", plan, files[1], "--worth", "1").stdout
+    told = run("stats", "diff", "--plan", plan, files[1], "--worth", "1", "--effort", "quick").stdout
     assert "Verdict: keep the plan. By tuesday.json, " in told and "1 of 3 features drifted" in told
     again = json.loads(
         run("stats", "diff", "--plan", plan, *files, "--worth", "0", "--format", "json", status=3).stdout
@@ -536,7 +533,6 @@ def test_drift_and_what_planning_again_gains(folder: Path) -> None:
     refused = run("stats", "diff", "--plan", of_histograms, files[0], status=1).stderr
     assert "of_histograms.json" in refused and "monday.json" in refused and "city" in refused
     assert "give two files of statistics, or --plan" in run("stats", "diff", files[0], status=2).stderr
-    assert "leave out --gpu" in run("stats", "diff", "--plan", plan, files[1], "--gpu", "h100", status=2).stderr
     merged = str(folder / "merged.json")
     run("stats", "merge", *files, "--out", merged)
     assert TableStatistics.from_json(merged)["user_id"].pooling_factor == 6.0

@@ -71,9 +71,10 @@ def plain_output(kernel: FusedKernel, workloads: list[Workload], tables: list[to
 
 
 @pytest.mark.parametrize("with_arena", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS.keys())
-def test_forward_and_sgd_match_plain_torch(group: list[Workload], with_arena: bool) -> None:
-    kernel = FusedKernel(group, "cpu", seed=3, arena=Arena("cpu", size_bytes=1 << 20) if with_arena else None)
+def test_forward_and_sgd_match_plain_torch(group: list[Workload], device: str, with_arena: bool) -> None:
+    kernel = FusedKernel(group, device, seed=3, arena=Arena(device, size_bytes=1 << 20) if with_arena else None)
     for _ in range(2):
         tables = [t.clone().requires_grad_() for t in kernel.module.split_embedding_weights()]
         assert [tuple(t.shape) for t in tables] == [(w.rows, w.dim) for w in group]
@@ -82,7 +83,7 @@ def test_forward_and_sgd_match_plain_torch(group: list[Workload], with_arena: bo
         expected_O.backward(kernel.grad_O)
         kernel.backward()
         for table, updated in zip(tables, kernel.module.split_embedding_weights(), strict=True):
-            torch.testing.assert_close(updated, table.detach() - LEARNING_RATE * table.grad, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(updated, table.detach() - LEARNING_RATE * table.grad, rtol=1e-4, atol=1e-6)
         kernel.move()
 
 

@@ -82,17 +82,6 @@ def test_statistics_of_no_feature_are_an_error() -> None:
         planner(statistics=statistics).plan(small_model(), SHARDERS)
 
 
-def test_questions_about_what_the_model_lacks_are_errors() -> None:
-    one, models = planner(), nn.Module()
-    models.one, models.other = (collection(table("t0"), table(name)) for name in ("t1", "t2"))
-    plan = one.plan(models, SHARDERS)
-    known, unknown = (FeatureStatistics(factor) for factor in (30.0, 2.0))
-    some = TableStatistics({"t0_f0": known, "t9_f0": unknown})  # of another model as well
-    assert one.predict(plan, statistics=some).total_ms > one.predict(plan).total_ms
-    with pytest.raises(StatisticsError, match="'t9_f0'"):
-        one.predict(plan, statistics=TableStatistics({"t9_f0": unknown}))
-
-
 def test_wrong_arguments_are_errors(tmp_path) -> None:
     with pytest.raises(ValueError, match="search_seconds"):
         planner(search_seconds=0)

@@ -26,7 +26,7 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.observing.observation import Observation
 from dreamshard_planner.support.documents import document_of
 from tests.mixed_models import EveryTypeSharder, mixed_case
-from tests.observing.test_observing import observation
+from tests.observing.runs import observation
 from tests.planning.test_context import model, statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")

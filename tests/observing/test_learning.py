@@ -1,143 +1,44 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Observed steps: in bounded memory, in files, merged, beside what was predicted, and learned from."""
+"""Costs of kernels and exchanges learned from observed steps."""
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from dataclasses import asdict, replace
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 
 import pytest
 import torch
-from logged import warned
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typer.testing import CliRunner
 
-from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError, TableStatistics
+from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve
 from dreamshard_planner.checkpoints.user_folder import new_file
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.diagnosis import diagnose
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVISION, CollectiveFit, CollectiveModel
-from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
-from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.cost.fit import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.exchanges import ObservedExchange, _fit, _of_outputs, learn_exchanges
-from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, StepRecorder
 from dreamshard_planner.observing.learning import ObservedSets, learn
-from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps, rank_file
-from dreamshard_planner.observing.observer import _counted, _counting
+from dreamshard_planner.observing.observation import ObservedRun, ObservedTable, RankSteps
 from dreamshard_planner.planning.cost_sources import links_of
-from dreamshard_planner.workload.counting import BatchSampler
 from dreamshard_planner.workload.tables import FeatureStatistics
+from tests.observing.runs import (
+    LOCAL_BATCH,
+    MEMORY,
+    STATISTICS,
+    WORLD_SIZE,
+    kernel,
+    observation,
+    observed_run,
+    of_size,
+    planned_run,
+    rank_steps,
+)
 from tests.planning.test_context import model
 from tests.torchrec_components.test_plugin import SHARDERS, topology
-
-LOCAL_BATCH, WORLD_SIZE = 64, 2
-MEMORY = 50e6
-"""Bytes per millisecond."""
-
-
-def kernel(run: int, rank: int, optimizer: str = "adagrad") -> ObservedKernel:
-    """Some tables, others for each run and rank."""
-    sizes = [(1000 * (2 + run), 16), (300 * (1 + rank), 64), (10_000 * (1 + run + rank), 32)]
-    tables = [
-        ObservedTable(f"ebc.t{run}{rank}{i}", (f"f{i}",), rows, dim, (0, 0), (rows, dim))
-        for i, (rows, dim) in enumerate(sizes[: 1 + (run + rank) % 3])
-    ]
-    samples = LOCAL_BATCH * WORLD_SIZE
-    return ObservedKernel("table_wise", "fused", optimizer, "device", True, False, 4, samples, tuple(tables))
-
-
-STATISTICS = {f"f{i}": FeatureStatistics(2.0 + 3 * i, batch_size=LOCAL_BATCH, batches=4) for i in range(3)}
-
-
-def truth(workloads: list, optimizer_ms_per_row: float = 2e-4) -> list[float]:
-    """Forward and backward milliseconds as on hardware that is ten times slower than its memory, and takes its time for
-    each row's state."""
-    sets = LabelledSets.of([workloads], torch.ones(1, 2))
-    forward, backward = predict_ms(RooflineCost.of_bandwidths("cpu", MEMORY, MEMORY), sets)[0].tolist()
-    return [10 * forward, backward + optimizer_ms_per_row * sum(one.distinct_rows for one in workloads)]
-
-
-def rank_steps(run: int, rank: int, statistics: dict = STATISTICS, steps: int = 8, **columns: tuple) -> RankSteps:
-    of_rank = kernel(run, rank)
-    workloads = of_rank.workloads(STATISTICS)
-    forward, backward = truth(workloads)
-    lookups = sum(one.lookups for one in workloads)
-    every = {"step": 100.0, "forward": 30.0, "backward": 60.0, "kernels": forward + backward}
-    every |= {"kernel 0 forward": forward, "kernel 0 backward": backward, "kernel 0 lookups": lookups}
-    filled = {name: (value,) * steps for name, value in every.items()} | columns
-    return RankSteps(rank, steps, tuple(range(steps)), filled, (of_rank,), statistics)
-
-
-def observed_run(name: str, *ranks: RankSteps) -> ObservedRun:
-    return ObservedRun(name, "2026-11-23", 2, 1, "gloo", None, {}, ranks)
-
-
-def observation(runs: int = 3, **hardware: str | int) -> Observation:
-    described = describe_hardware("cpu", torch.get_num_threads()) | hardware
-    made = [observed_run(f"run{run}", *(rank_steps(run, rank) for rank in range(2))) for run in range(runs)]
-    return Observation(described, tuple(made))
-
-
-def test_long_trainings_keep_few_steps_the_same_on_every_rank() -> None:
-    recorders = [StepRecorder(DeviceClock(torch.device("cpu"))) for _ in range(2)]
-    for recorder in recorders:
-        for _ in range(3 * MOST_STEPS):
-            recorder.next_step()
-            if recorder.current is not None:
-                mark = recorder.clock.mark()
-                for name in ("forward", "backward"):
-                    recorder.current.add(name, mark, recorder.clock.mark())
-                recorder.current.count("lookups", 2)
-    (kept, columns), (others, _) = (recorder.columns() for recorder in recorders)
-    assert kept == others and MOST_STEPS / 4 < len(kept) <= MOST_STEPS
-    assert all(index % 4 == 0 for index in kept) and recorders[0].steps == 3 * MOST_STEPS - 1
-    assert set(columns["lookups"]) == {2.0} and all(0 <= ms for ms in columns["step"])
-
-
-def test_a_call_without_a_backward_pass_is_no_training_step() -> None:
-    recorder = StepRecorder(DeviceClock(torch.device("cpu")))
-    for _ in range(3):
-        recorder.next_step()
-        recorder.current.add("forward", recorder.clock.mark(), recorder.clock.mark())
-    assert recorder.columns() == ((), {}) and recorder.steps == 2
-
-
-def test_what_is_on_its_way_together_counts_once() -> None:
-    recorder = StepRecorder(DeviceClock(torch.device("cpu")))
-    recorder.next_step()
-    start, _ = recorder.current.start
-
-    def at(ms: float) -> tuple[float, float]:
-        return start + ms * 1e6, 0.0
-
-    for name in ("forward", "backward"):
-        recorder.current.add(name, at(0), at(4))
-    for of, begun, ended in (
-        ("all_to_all", 1, 4),
-        ("all_to_all", 2, 5),
-        ("all_to_all", 7, 8),
-        ("reduce_scatter", 4, 6),
-    ):
-        recorder.current.add(f"outputs {of} span", at(begun), at(ended))
-        recorder.current.add(f"outputs {of} waited", at(ended - 0.25), at(ended))
-    for begun, ended in ((2, 3), (2, 3)):  # one kernel, of two exchanges
-        recorder.current.add("outputs all_to_all kernels", at(begun), at(ended))
-    recorder.next_step()
-    _, columns = recorder.columns()
-    of_all = {"outputs span together": 6.0, "outputs kernels together": 1.0}
-    each = {"outputs all_to_all span": 5.0, "outputs reduce_scatter span": 2.0, "outputs all_to_all waited": 0.75}
-    assert {name: columns[name] for name in of_all | each} == {name: (ms,) for name, ms in (of_all | each).items()}
-    run = observed_run("a", rank_steps(0, 0, steps=1, **columns))
-    assert run.outputs_ms == 5.0 and len(run.collectives) == 2
 
 
 def test_exchanges_that_wait_for_one_another_share_the_time() -> None:
@@ -164,134 +65,6 @@ def test_gradients_move_what_outputs_did_the_other_way() -> None:
         ranks.append(rank_steps(0, rank, **{name: (value,) * 8 for name, value in columns.items()}))
     seen = list(_of_outputs(replace(observed_run("a"), world_size=4, ranks=tuple(ranks))))
     assert sorted((one.slowest_bytes, one.total_bytes) for one in seen) == [(4.5e6, 6e6), (9e6, 12e6)]
-
-
-def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
-    whole = observation(2)
-    for rank in range(2):
-        part = replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs))
-        part.save(tmp_path / f"seen.{rank}.json")
-    assert Observation.load_all([tmp_path / "seen.json"]) == whole
-    assert Observation.load_all([tmp_path / "seen.1.json", tmp_path / "seen.0.json"]).runs == whole.runs
-    assert whole.title == "2 runs, 16 steps"
-    told = CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"])
-    assert {**json.loads(told.stdout), "hardware": None} == {
-        "kind": "observation", "runs": 2, "steps": 16, "ranks": [0, 1], "hardware": None
-    }  # fmt: skip
-    for name in ("[seen]", "seen*.json"):
-        for rank in range(2):
-            replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs)).save(
-                rank_file(tmp_path / name, rank)
-            )
-        assert Observation.load_all([tmp_path / name]) == whole
-    observation(1).save(tmp_path / "seen.2.json")
-    with pytest.raises(ObservationError, match=r"seen.0.json, .*seen.2.json: not of one run"):
-        Observation.load_all([tmp_path / "seen.json"])
-
-
-def of_size(run: ObservedRun, times: int, *, lookups: int = 1) -> ObservedRun:
-    """With batches of so many times the samples, and so many times the lookups of each; times grow with both."""
-    ranks = []
-    for rank in run.ranks:
-        (one,) = rank.kernels
-        statistics = {
-            name: replace(feature, batch_size=times * LOCAL_BATCH, pooling_factor=lookups * feature.pooling_factor)
-            for name, feature in rank.statistics.items()
-        }
-        columns = {name: tuple(times * lookups * value for value in values) for name, values in rank.columns.items()}
-        kernels = (replace(one, samples=times * one.samples),)
-        ranks.append(replace(rank, statistics=statistics, columns=columns, kernels=kernels))
-    return replace(run, id=f"{times} x {lookups}", ranks=tuple(ranks))
-
-
-def test_runs_keep_their_batch_sizes_and_ranks_of_one_have_the_same() -> None:
-    whole = observation(1)
-    (run,) = whole.runs
-    others = [of_size(run, 2), of_size(run, 1, lookups=2)]
-    merged = Observation.merge({one.id: replace(whole, runs=(one,)) for one in (run, *others)})
-    assert merged.runs == (run, *others)
-    assert len(ObservedSets.of(merged).sets) == 3 * len(ObservedSets.of(whole).sets)
-    of_ranks = {"a.json": run.ranks[:1], "b.json": others[0].ranks[1:]}
-    with pytest.raises(ObservationError, match=r"a.json, b.json: feature 'f0': .* 64 and of 128"):
-        Observation.merge({name: replace(whole, runs=(replace(run, ranks=one),)) for name, one in of_ranks.items()})
-
-
-def test_of_a_rank_that_was_saved_twice_the_most_steps_count() -> None:
-    whole = observation(1)
-    longer = replace(whole, runs=(observed_run("run0", *(rank_steps(0, rank, steps=20) for rank in range(2))),))
-    for named in ({"a": whole, "b": longer}, {"b": longer, "a": whole}):
-        assert Observation.merge(named).runs == longer.runs
-
-
-RUN, OF_RANK = ("runs", 0), ("runs", 0, "ranks", 0)
-KERNEL = (*OF_RANK, "kernels", 0)
-DAMAGED = (
-    ("hardware", {"device": "cpu", "name": "abacus"}, "hardware: must tell the device, .*, and how many threads"),
-    ("hardware", {"device": "cpu", "threads": 1}, "hardware: must tell the device, one of cpu, cuda, mtia, what it is"),
-    ("hardware", "device", "tpu", "hardware: must tell the device"),
-    (*RUN, "hosts", 0, r"runs.0.hosts: must be greater than or equal to 1, got 0"),
-    (*RUN, "hosts", 3, "has hosts or ranks beyond its 2"),
-    (*OF_RANK, "rank", 2, "has hosts or ranks beyond its 2"),
-    (*KERNEL, "sharding_type", "diagonal", "kernels.0.sharding_type: must be one of .*, got 'diagonal'"),
-    (*KERNEL, "optimizer", "adamax", "kernels.0.optimizer: must be one of .*, got 'adamax'"),
-    (*KERNEL, "memory", "tape", "kernels.0.memory: must be one of .*, got 'tape'"),
-    (*KERNEL, "samples", -1, "kernels.0.samples: must be greater than or equal to 0, got -1"),
-    (*KERNEL, "weight_bytes", 0, "kernels.0.weight_bytes: must be greater than 0"),
-    (*KERNEL, "tables", [], "kernels.0.tables: "),
-    (*KERNEL, "tables", 0, "rows", 0, "tables.0.rows: must be greater than or equal to 1, got 0"),
-)
-"""Where a file is damaged, what is there, and what is said."""
-
-
-def _changed(document: dict, *place: str | int, to: object) -> dict:
-    """A copy with another value in one place."""
-    changed = json.loads(json.dumps(document))
-    *containers, last = place
-    reduce(getitem, containers, changed)[last] = to
-    return changed
-
-
-def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Path) -> None:
-    good, file = tmp_path / "good.json", tmp_path / "other.json"
-    observation(1).save(good)
-    document = json.loads(good.read_text())
-    short = json.loads(good.read_text())
-    short["runs"][0]["ranks"][0]["columns"]["step"] = [1.0]
-    for content, reason in (
-        ({"format": "another"}, "no dreamshard_planner observation: its 'format' is not"),
-        ({**document, "version": 1}, r"version 1 is older than this package reads \(3\): observe again"),
-        ({**document, "extra": 1}, "unknown key 'extra'"),
-        ({**document, "runs": []}, "holds no run"),
-        (short, "'step' has 1 values of 8 steps"),
-        *((_changed(document, *place, to=to), reason) for *place, to, reason in DAMAGED),
-    ):
-        file.write_text(json.dumps(content))
-        with pytest.raises(ObservationError, match=f"other.json: .*{reason}"):
-            Observation.load_all([good, file])
-    file.write_text(good.read_text()[:-9])
-    with pytest.raises(ObservationError, match=r"other.json: not a JSON file, or a truncated one"):
-        Observation.load(file)
-    observation(1, name="another processor").save(file)
-    with pytest.raises(ObservationError, match=r"other.json: observed on .*another processor.*, and .*good.json on"):
-        Observation.load_all([good, file])
-    with pytest.raises(ObservationError, match="nowhere.json: no such file"):
-        Observation.load_all([tmp_path / "nowhere.json"])
-
-
-def test_a_collective_takes_what_the_last_rank_to_come_waits() -> None:
-    name, steps = "outputs all_to_all forward", 5
-    spans = {0: (9.0, 9.0, 9.0, 5.0, 2.0), 1: (9.0, 9.0, 9.0, 1.0, 3.0)}
-    ranks = [
-        rank_steps(0, rank, steps=steps, **{f"{name} span": spans[rank], f"{name} waited": (0.5,) * steps})
-        for rank in range(2)
-    ]
-    one = observed_run("a", *ranks).collectives[name]  # the first three steps are not counted
-    assert (one.ms, one.span_ms, one.waited_ms) == (1.5, (3.5, 2.0), (0.5, 0.5))
-    kernels = {f"{name} kernels": (0.0, 0.0, 0.0, 0.5, 1.5)}  # of other sharding types, while it is on its way
-    beside = [replace(one, columns=one.columns | kernels) for one in ranks]
-    assert observed_run("a", *beside).collectives[name].ms == 0.5  # 1 - 0.5 and 2 - 1.5
-    late = replace(ranks[1], kept=(0, 1, 2, 4, 5))
-    assert observed_run("a", ranks[0], late).collectives[name].ms == 1.0  # step 4 alone is of both
 
 
 def test_learning_corrects_what_was_observed_and_names_the_rest(
@@ -590,146 +363,3 @@ def test_lookups_are_shown_as_far_as_they_were_observed() -> None:
     dense = "dense layers, and what else is in the model"
     less = [before - now for before, now in zip(unseen[dense], seen[dense], strict=True)]
     assert less == pytest.approx([run.lookups_ms + 1, run.lookups_ms])
-
-
-def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> ObservedRun:
-    """Two ranks whose kernels take so many times what is predicted, and outputs likewise."""
-    planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH)
-    planner.plan(model(), SHARDERS)
-    plan = planner.saved_plan()
-    predicted = plan.predicted.chosen
-    ranks = []
-    outputs_ms = sum(ms for name, ms in plan.predicted.collectives if not name.endswith(" lookups"))
-    for rank in range(2):
-        ways = {"forward": predicted.forward_ms[rank], "backward": predicted.backward_ms[rank]}
-        columns = {f"kernel 0 {way}": (ms * factor,) * 8 for way, ms in ways.items()}
-        columns |= dict.fromkeys(
-            ("outputs all_to_all forward span", "outputs span together"), (outputs_ms * exchange,) * 8
-        )
-        columns["outputs all_to_all forward bytes"] = (1e6,) * 8
-        ranks.append(rank_steps(0, rank, **columns))
-    return replace(observed_run("a", *ranks), plan=plan, planned_lookups={"f0": lookups})
-
-
-@pytest.mark.parametrize(
-    ("factor", "exchange", "lookups", "meaning", "verdict"),
-    [
-        (1.1, 1.2, 2.0, "", "the prediction may be trusted on this hardware"),
-        (3.0, 1.0, 2.0, "kernels take 3.00 times what was predicted, on all ranks alike", "dreamshard learn"),
-        (1.0, 4.0, 2.0, "slow link, or ranks that share cores: outputs take 4.00 times", "trust kernels"),
-        (
-            1.0,
-            1.0,
-            8.0,
-            r"wrong statistics: .* f0 \(8 lookups a sample, now 2\)",
-            "may be",
-        ),
-    ],
-)
-def test_a_difference_has_a_meaning_and_a_verdict(
-    factor: float, exchange: float, lookups: float, meaning: str, verdict: str
-) -> None:
-    found = compare(planned_run(factor, exchange, lookups))
-    assert verdict in found.verdict and found.trusted == ("may be trusted" in found.verdict)
-    assert len(found.meaning) == bool(meaning) and all(re.search(meaning, text) for text in found.meaning)
-
-
-def test_outputs_beside_other_work_are_not_judged_nor_learned(tmp_path: Path) -> None:
-    run = planned_run(1.0, 400.0)
-    waited = {"outputs all_to_all forward waited": (0.01,) * 8}
-    hidden = replace(run, ranks=tuple(replace(rank, columns=rank.columns | waited) for rank in run.ranks))
-    assert hidden.hides_outputs and not run.hides_outputs
-    found = compare(hidden)
-    assert found.trusted and "not told" in found.verdict and "other work" in found.meaning[-1]
-    told = next(kind for kind in found.kinds if kind.what.startswith("exchange of outputs"))
-    assert told.predicted_ms is None and told.observed_ms[0] > 0
-    assert not compare(run).trusted
-    seen = Observation(describe_hardware("cpu", 1), (hidden, replace(hidden, id="b")))
-    learned = learn(resolve("roofline", "cpu"), seen, tmp_path / "learned.safetensors", force=True)
-    assert learned.metadata["collectives"] is None
-
-
-def test_a_plan_for_another_optimizer_is_said() -> None:
-    run = planned_run(1.0, 1.0)
-    assert run.plan is not None
-    planned = next(iter(run.plan.inputs.tables))
-    as_planned = replace(run.ranks[0].kernels[0].tables[0], name=planned)
-    kernels = (replace(run.ranks[0].kernels[0], tables=(as_planned,)),)
-    other = replace(run, ranks=(replace(run.ranks[0], kernels=kernels), run.ranks[1]))
-    found = compare(other)
-    assert found.trusted is False and found.verdict.startswith("predicted with other optimizers than train")
-    assert f"the plan was made for sgd of {planned}, and adagrad trains it" in found.meaning[-1]
-    alike = (replace(kernels[0], optimizer="sgd"),)
-    assert compare(replace(run, ranks=(replace(run.ranks[0], kernels=alike), run.ranks[1]))).trusted
-
-
-def test_what_was_not_seen_is_said() -> None:
-    run = planned_run(1.0, 1.0)
-    unseen = replace(run.ranks[1], kernels=())
-    found = compare(replace(run, ranks=(run.ranks[0], unseen)))
-    assert "no kernel of rank 1 was seen" in found.meaning[0] and found.trusted
-    neither = compare(replace(run, ranks=(replace(run.ranks[0], kernels=()), unseen)))
-    assert "no kernel of rank 0, 1 was seen" in neither.meaning[0] and neither.trusted is False
-    assert "in the file of rank 0, which is not" in compare(replace(run, ranks=run.ranks[1:], plan=None)).verdict
-
-
-def test_batches_that_cannot_be_counted_end_no_training() -> None:
-    """Such as those of an evaluation, with more keys."""
-    sampler = BatchSampler(every=1)
-    add = _counting(sampler)
-    one, more = (
-        KeyedJaggedTensor(keys, torch.arange(2 * len(keys)), lengths=torch.ones(2 * len(keys), dtype=torch.int32))
-        for keys in (["f0"], ["f0", "f1"])
-    )
-    with warned("observing.observer") as told:
-        for batch in (one, more, more, one):
-            add(batch)
-        assert sampler.counted == 1 and _counted(sampler)["f0"].pooling_factor == 1
-        assert _counted(BatchSampler()) == {}
-    stopped, none = told
-    assert "no more batches are counted, and training goes on" in stopped and "f1" in stopped
-    assert "no batches" in none
-
-
-def test_replicas_are_not_judged() -> None:
-    run = planned_run(3.0, 4.0)
-    dense = [replace(rank, kernels=tuple(replace(one, kernel="dense") for one in rank.kernels)) for rank in run.ranks]
-    found = compare(replace(run, ranks=tuple(dense)))
-    assert not found.trusted and "data-parallel" in found.verdict and "all-reduce" in found.meaning[-1]
-
-
-def test_another_batch_size_than_the_planned_one_is_said() -> None:
-    found = compare(of_size(planned_run(1.0, 1.0), 2))
-    (said,) = (text for text in found.meaning if "batch" in text)
-    assert f"{LOCAL_BATCH} samples" in said and f"batch_size={2 * LOCAL_BATCH}" in said
-    assert found.trusted is False and found.verdict.startswith("predicted for another batch size")
-    assert not any("costs of another machine" in text for text in found.meaning)
-
-
-def test_statistics_of_runs_of_different_batch_sizes_are_refused_by_file(tmp_path: Path) -> None:
-    run, hardware = planned_run(1.0, 1.0), describe_hardware("cpu", 1)
-    files = [str(tmp_path / "small.json"), str(tmp_path / "large.json")]
-    for file, one in zip(files, (run, replace(of_size(run, 2), id="large")), strict=True):
-        Observation(hardware, (one,)).save(file)
-    assert CliRunner().invoke(app, ["observed", *files]).exit_code == 0
-    result = CliRunner().invoke(app, ["observed", *files, "--statistics", str(tmp_path / "s.json")])
-    told = str(result.exception) + result.output
-    assert result.exit_code and "small.json" in told and "large.json" in told and not (tmp_path / "s.json").exists()
-
-
-def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
-    run, hardware = planned_run(1.1, 1.0), describe_hardware("cpu", 1)
-    Observation(hardware, (run,)).save(tmp_path / "seen.json")
-    result = CliRunner().invoke(
-        app, ["observed", str(tmp_path / "seen.json"), "--statistics", str(tmp_path / "s.json")]
-    )
-    assert TableStatistics.from_json(tmp_path / "s.json")["f1"].batches == 8
-    forward = run.plan.predicted.chosen.forward_ms[1]
-    assert result.exit_code == 0 and f"{forward:,.3f} -> {1.1 * forward:,.3f}" in result.stdout
-    assert "may be trusted" in result.stdout.replace("\n", " ")
-    told = json.loads(CliRunner().invoke(app, ["observed", str(tmp_path / "seen.json"), "--format", "json"]).stdout)
-    assert told[0]["trusted"] is True and math.isclose(told[0]["kinds"][0]["predicted_ms"][1], forward)
-    Observation(hardware, (replace(run, plan=None),)).save(tmp_path / "bare.json")
-    assert "no prediction was kept" in CliRunner().invoke(app, ["observed", str(tmp_path / "bare.json")]).stdout
-    info = CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"])
-    assert json.loads(info.stdout)["kind"] == "observation"

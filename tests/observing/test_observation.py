@@ -1,0 +1,209 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Observed steps in bounded memory, in files, and merged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+
+import pytest
+import torch
+from logged import warned
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from typer.testing import CliRunner
+
+from dreamshard_planner import Observation, ObservationError
+from dreamshard_planner.cli import app
+from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, StepRecorder
+from dreamshard_planner.observing.learning import ObservedSets
+from dreamshard_planner.observing.observation import rank_file
+from dreamshard_planner.observing.observer import _counted, _counting
+from dreamshard_planner.workload.counting import BatchSampler
+from tests.observing.runs import observation, observed_run, of_size, rank_steps
+
+
+def test_long_trainings_keep_few_steps_the_same_on_every_rank() -> None:
+    recorders = [StepRecorder(DeviceClock(torch.device("cpu"))) for _ in range(2)]
+    for recorder in recorders:
+        for _ in range(3 * MOST_STEPS):
+            recorder.next_step()
+            if recorder.current is not None:
+                mark = recorder.clock.mark()
+                for name in ("forward", "backward"):
+                    recorder.current.add(name, mark, recorder.clock.mark())
+                recorder.current.count("lookups", 2)
+    (kept, columns), (others, _) = (recorder.columns() for recorder in recorders)
+    assert kept == others and MOST_STEPS / 4 < len(kept) <= MOST_STEPS
+    assert all(index % 4 == 0 for index in kept) and recorders[0].steps == 3 * MOST_STEPS - 1
+    assert set(columns["lookups"]) == {2.0} and all(0 <= ms for ms in columns["step"])
+
+
+def test_a_call_without_a_backward_pass_is_no_training_step() -> None:
+    recorder = StepRecorder(DeviceClock(torch.device("cpu")))
+    for _ in range(3):
+        recorder.next_step()
+        recorder.current.add("forward", recorder.clock.mark(), recorder.clock.mark())
+    assert recorder.columns() == ((), {}) and recorder.steps == 2
+
+
+def test_what_is_on_its_way_together_counts_once() -> None:
+    recorder = StepRecorder(DeviceClock(torch.device("cpu")))
+    recorder.next_step()
+    start, _ = recorder.current.start
+
+    def at(ms: float) -> tuple[float, float]:
+        return start + ms * 1e6, 0.0
+
+    for name in ("forward", "backward"):
+        recorder.current.add(name, at(0), at(4))
+    for of, begun, ended in (
+        ("all_to_all", 1, 4),
+        ("all_to_all", 2, 5),
+        ("all_to_all", 7, 8),
+        ("reduce_scatter", 4, 6),
+    ):
+        recorder.current.add(f"outputs {of} span", at(begun), at(ended))
+        recorder.current.add(f"outputs {of} waited", at(ended - 0.25), at(ended))
+    for begun, ended in ((2, 3), (2, 3)):  # one kernel, of two exchanges
+        recorder.current.add("outputs all_to_all kernels", at(begun), at(ended))
+    recorder.next_step()
+    _, columns = recorder.columns()
+    of_all = {"outputs span together": 6.0, "outputs kernels together": 1.0}
+    each = {"outputs all_to_all span": 5.0, "outputs reduce_scatter span": 2.0, "outputs all_to_all waited": 0.75}
+    assert {name: columns[name] for name in of_all | each} == {name: (ms,) for name, ms in (of_all | each).items()}
+    run = observed_run("a", rank_steps(0, 0, steps=1, **columns))
+    assert run.outputs_ms == 5.0 and len(run.collectives) == 2
+
+
+def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
+    whole = observation(2)
+    for rank in range(2):
+        part = replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs))
+        part.save(tmp_path / f"seen.{rank}.json")
+    assert Observation.load_all([tmp_path / "seen.json"]) == whole
+    assert Observation.load_all([tmp_path / "seen.1.json", tmp_path / "seen.0.json"]).runs == whole.runs
+    assert whole.title == "2 runs, 16 steps"
+    told = CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"])
+    assert {**json.loads(told.stdout), "hardware": None} == {
+        "kind": "observation", "runs": 2, "steps": 16, "ranks": [0, 1], "hardware": None
+    }  # fmt: skip
+    for name in ("[seen]", "seen*.json"):
+        for rank in range(2):
+            replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs)).save(
+                rank_file(tmp_path / name, rank)
+            )
+        assert Observation.load_all([tmp_path / name]) == whole
+    observation(1).save(tmp_path / "seen.2.json")
+    with pytest.raises(ObservationError, match=r"seen.0.json, .*seen.2.json: not of one run"):
+        Observation.load_all([tmp_path / "seen.json"])
+
+
+def test_runs_keep_their_batch_sizes_and_ranks_of_one_have_the_same() -> None:
+    whole = observation(1)
+    (run,) = whole.runs
+    others = [of_size(run, 2), of_size(run, 1, lookups=2)]
+    merged = Observation.merge({one.id: replace(whole, runs=(one,)) for one in (run, *others)})
+    assert merged.runs == (run, *others)
+    assert len(ObservedSets.of(merged).sets) == 3 * len(ObservedSets.of(whole).sets)
+    of_ranks = {"a.json": run.ranks[:1], "b.json": others[0].ranks[1:]}
+    with pytest.raises(ObservationError, match=r"a.json, b.json: feature 'f0': .* 64 and of 128"):
+        Observation.merge({name: replace(whole, runs=(replace(run, ranks=one),)) for name, one in of_ranks.items()})
+
+
+def test_of_a_rank_that_was_saved_twice_the_most_steps_count() -> None:
+    whole = observation(1)
+    longer = replace(whole, runs=(observed_run("run0", *(rank_steps(0, rank, steps=20) for rank in range(2))),))
+    for named in ({"a": whole, "b": longer}, {"b": longer, "a": whole}):
+        assert Observation.merge(named).runs == longer.runs
+
+
+RUN, OF_RANK = ("runs", 0), ("runs", 0, "ranks", 0)
+KERNEL = (*OF_RANK, "kernels", 0)
+DAMAGED = (
+    ("hardware", {"device": "cpu", "name": "abacus"}, "hardware: must tell the device, .*, and how many threads"),
+    ("hardware", {"device": "cpu", "threads": 1}, "hardware: must tell the device, one of cpu, cuda, mtia, what it is"),
+    ("hardware", "device", "tpu", "hardware: must tell the device"),
+    (*RUN, "hosts", 0, r"runs.0.hosts: must be greater than or equal to 1, got 0"),
+    (*RUN, "hosts", 3, "has hosts or ranks beyond its 2"),
+    (*OF_RANK, "rank", 2, "has hosts or ranks beyond its 2"),
+    (*KERNEL, "sharding_type", "diagonal", "kernels.0.sharding_type: must be one of .*, got 'diagonal'"),
+    (*KERNEL, "optimizer", "adamax", "kernels.0.optimizer: must be one of .*, got 'adamax'"),
+    (*KERNEL, "memory", "tape", "kernels.0.memory: must be one of .*, got 'tape'"),
+    (*KERNEL, "samples", -1, "kernels.0.samples: must be greater than or equal to 0, got -1"),
+    (*KERNEL, "weight_bytes", 0, "kernels.0.weight_bytes: must be greater than 0"),
+    (*KERNEL, "tables", [], "kernels.0.tables: "),
+    (*KERNEL, "tables", 0, "rows", 0, "tables.0.rows: must be greater than or equal to 1, got 0"),
+)
+"""Where a file is damaged, what is there, and what is said."""
+
+
+def _changed(document: dict, *place: str | int, to: object) -> dict:
+    """A copy with another value in one place."""
+    changed = json.loads(json.dumps(document))
+    *containers, last = place
+    reduce(getitem, containers, changed)[last] = to
+    return changed
+
+
+def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Path) -> None:
+    good, file = tmp_path / "good.json", tmp_path / "other.json"
+    observation(1).save(good)
+    document = json.loads(good.read_text())
+    short = json.loads(good.read_text())
+    short["runs"][0]["ranks"][0]["columns"]["step"] = [1.0]
+    for content, reason in (
+        ({"format": "another"}, "no dreamshard_planner observation: its 'format' is not"),
+        ({**document, "version": 1}, r"version 1 is older than this package reads \(3\): observe again"),
+        ({**document, "extra": 1}, "unknown key 'extra'"),
+        ({**document, "runs": []}, "holds no run"),
+        (short, "'step' has 1 values of 8 steps"),
+        *((_changed(document, *place, to=to), reason) for *place, to, reason in DAMAGED),
+    ):
+        file.write_text(json.dumps(content))
+        with pytest.raises(ObservationError, match=f"other.json: .*{reason}"):
+            Observation.load_all([good, file])
+    file.write_text(good.read_text()[:-9])
+    with pytest.raises(ObservationError, match=r"other.json: not a JSON file, or a truncated one"):
+        Observation.load(file)
+    observation(1, name="another processor").save(file)
+    with pytest.raises(ObservationError, match=r"other.json: observed on .*another processor.*, and .*good.json on"):
+        Observation.load_all([good, file])
+    with pytest.raises(ObservationError, match="nowhere.json: no such file"):
+        Observation.load_all([tmp_path / "nowhere.json"])
+
+
+def test_a_collective_takes_what_the_last_rank_to_come_waits() -> None:
+    name, steps = "outputs all_to_all forward", 5
+    spans = {0: (9.0, 9.0, 9.0, 5.0, 2.0), 1: (9.0, 9.0, 9.0, 1.0, 3.0)}
+    ranks = [
+        rank_steps(0, rank, steps=steps, **{f"{name} span": spans[rank], f"{name} waited": (0.5,) * steps})
+        for rank in range(2)
+    ]
+    one = observed_run("a", *ranks).collectives[name]  # the first three steps are not counted
+    assert (one.ms, one.span_ms, one.waited_ms) == (1.5, (3.5, 2.0), (0.5, 0.5))
+    kernels = {f"{name} kernels": (0.0, 0.0, 0.0, 0.5, 1.5)}  # of other sharding types, while it is on its way
+    beside = [replace(one, columns=one.columns | kernels) for one in ranks]
+    assert observed_run("a", *beside).collectives[name].ms == 0.5  # 1 - 0.5 and 2 - 1.5
+    late = replace(ranks[1], kept=(0, 1, 2, 4, 5))
+    assert observed_run("a", ranks[0], late).collectives[name].ms == 1.0  # step 4 alone is of both
+
+
+def test_batches_that_cannot_be_counted_end_no_training() -> None:
+    """Such as those of an evaluation, with more keys."""
+    sampler = BatchSampler(every=1)
+    add = _counting(sampler)
+    one, more = (
+        KeyedJaggedTensor(keys, torch.arange(2 * len(keys)), lengths=torch.ones(2 * len(keys), dtype=torch.int32))
+        for keys in (["f0"], ["f0", "f1"])
+    )
+    with warned("observing.observer") as told:
+        for batch in (one, more, more, one):
+            add(batch)
+        assert sampler.counted == 1 and _counted(sampler)["f0"].pooling_factor == 1
+        assert _counted(BatchSampler()) == {}
+    stopped, none = told
+    assert "no more batches are counted, and training goes on" in stopped and "f1" in stopped
+    assert "no batches" in none
