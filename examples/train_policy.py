@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Learn from nothing, as a researcher would: measure, fit, train, place: python examples/train_policy.py
+"""Learn from nothing, as a researcher would: measure, fit, train, plan: python examples/train_policy.py
 
 Settings are tiny, a quarter of a minute in all; `dreamshard train --out FILE` makes a checkpoint worth planning with.
 """
@@ -7,17 +7,17 @@ Settings are tiny, a quarter of a minute in all; `dreamshard train --out FILE` m
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
 
 from dreamshard_planner import Checkpoint
-from dreamshard_planner.policy.network import greedy_plan
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline
-from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
-from dreamshard_planner.search.moves import local_search
-from dreamshard_planner.training import QUICK, TrainingConfig, pool_tables, priced_tasks, rated_ms, train
+from dreamshard_planner.policy.network import policy_starts, roll_out
+from dreamshard_planner.policy.reinforce import WHOLE_ONLY
+from dreamshard_planner.search.starts import JointOptions, level_starts
+from dreamshard_planner.training import QUICK, TrainingConfig, drawn_tasks, pool_tables, train
 
 
 def main(folder: Path) -> None:
@@ -26,28 +26,25 @@ def main(folder: Path) -> None:
     forward, backward = checkpoint.metadata["validation"]["network_mape"]
     print(f"cost network: {forward:.0%} forward and {backward:.0%} backward off, on sets of held-out tables")
 
-    place_unseen(checkpoint, config)
+    plan_unseen(checkpoint, config)
 
 
 @torch.no_grad()
-def place_unseen(checkpoint: Checkpoint, config: TrainingConfig) -> None:
-    """Rules, policy and search on three tasks of tables that nothing was learned from.
-
-    Which tables a task has depends on what kernels cost here, so no placement may fit into the memory drawn: inf.
-    """
+def plan_unseen(checkpoint: Checkpoint, config: TrainingConfig) -> None:
+    """Show the policy's plans, without search, of three tasks of tables that nothing was learned from."""
     _, held_out = pool_tables(config.pools)
-    for task in priced_tasks(checkpoint.cost, held_out, 3, config.tasks, seed=7):
-        problem = task.cost.problem
-        print(f"\n{problem.num_parts} unseen tables on {problem.num_ranks} devices, predicted ms")
-        plans = {rule: place_by_heuristic(problem, rule) for rule in HEURISTICS}
-        plans["policy, one roll-out"] = greedy_plan(checkpoint.policy, task.cost)
-        starts = [assignment_S for assignment_S in plans.values() if assignment_S is not None]
-        if starts:
-            best = min(starts, key=lambda assignment_S: rated_ms(task.cost, assignment_S))
-            moved = local_search(task.cost, best, DEFAULT_SEARCH, Deadline(None), torch.Generator().manual_seed(0))
-            plans["the best of these, searched on"] = moved.assignment_S
-        for name, assignment_S in plans.items():
-            print(f"  {name:30} {rated_ms(task.cost, assignment_S):8.3f}")
+    for drawn in drawn_tasks(checkpoint, held_out, 3, config, seed=7):
+        task, cost = drawn.task, drawn.task.cost
+        level, types_EN = level_starts(cost, JointOptions(cost)), torch.tensor([WHOLE_ONLY])
+        plans = {
+            "level start": level,
+            "policy, whole tables": roll_out(checkpoint.policy, task, 1, types_EN=types_EN).shardings(),
+            "policy, one roll-out": roll_out(checkpoint.policy, task, 1).shardings(),
+            "policy, best start": policy_starts(cost, checkpoint.policy, JointOptions(cost), level),
+        }
+        print(f"\n{task.num_tables} unseen tables on {cost.problem.num_ranks} ranks, predicted ms")
+        for name, found in plans.items():
+            print(f"  {name:22} {min((cost.overall_ms(plan) for plan in found if plan is not None), default=inf):8.3f}")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan
-from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.workload.features import PAPER_FEATURES
 from paper.networks import (
@@ -33,6 +31,8 @@ from paper.networks import (
     RecurrentPolicy,
     RecurrentPolicyConfig,
 )
+from paper.placement_policy import AnyPolicy, Policy, PolicyConfig, greedy_plan
+from paper.placement_reinforce import ReinforceConfig, train_policy
 from paper.training import Half, Published, Setting, Trained, cost_of, kept, train_on_measured_rewards, train_published
 from placements.contests import BYTES_PER_MS, Contest
 from placements.placers import rule_starts, searched

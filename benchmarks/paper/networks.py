@@ -10,7 +10,7 @@ and targets by their mean, so that one network serves tasks of any size.
 
 Shapes: B placements, S shards, D devices, G fused groups, X groups, N measured placements,
 R = 32 representation channels, H = 1 + R latent channels, F features; those of the policies as in
-:mod:`dreamshard_planner.policy.network`; C channels of the recurrent core.
+:mod:`paper.placement_policy`; C channels of the recurrent core.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost, CostSource, overall_ms
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.policy.environment import OBSERVATION_INDEX
-from dreamshard_planner.policy.network import AnyPolicy
-from dreamshard_planner.policy.reinforce import ReinforceConfig
 from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
 from dreamshard_planner.workload.tables import OUTPUT_BYTES
+from paper.placement_mdp import OBSERVATION_INDEX
+from paper.placement_policy import AnyPolicy
+from paper.placement_reinforce import ReinforceConfig
 
 MIN_SHARE = 1e-3
 LOSSES = ("mean", "raw", "relative")

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from common.measured_costs import MeasuredCosts, SetClock
+from common.whole_tables import Task, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
@@ -27,14 +28,13 @@ from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.policy.environment import TaskBatch
-from dreamshard_planner.policy.network import AnyPolicy, roll_out
-from dreamshard_planner.policy.reinforce import ReinforceConfig, reinforce_update
-from dreamshard_planner.policy.tasks import Task, problem_of
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 from paper.networks import PAPER_REINFORCE, PaperCostNetwork, PaperFit, PaperFitConfig, PaperPolicy, PaperPolicyConfig
+from paper.placement_mdp import TaskBatch
+from paper.placement_policy import AnyPolicy, roll_out
+from paper.placement_reinforce import ReinforceConfig, reinforce_update
 from placements.contests import BYTES_PER_MS, Contest
 
 POOL = "meta_like_2021"

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import torch
 
+from common.whole_tables import Task, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.problem import Problem
-from dreamshard_planner.policy.tasks import Task, problem_of
 from dreamshard_planner.search.exact import solve
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from dreamshard_planner.workload.pools import named_pool

@@ -24,12 +24,12 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption, Sto
 
 from common.linear_cost import LinearCost
 from common.tasks import meta_collection
+from common.whole_tables import rolled_out
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.policy.network import greedy_plan
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline, SearchConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.moves import local_search
@@ -129,11 +129,10 @@ class Field:
         """One greedy roll-out of the policy, alone or with a search from it and from the rules."""
         topology = Topology(world_size=contest.task.problem.num_ranks, compute_device=self._device)
         cost = self.cost(contest, self.learned.compute_cost(topology))
-        drafted = greedy_plan(self.learned.policy, cost)
+        drafted = rolled_out(self.learned.policy, cost)
         if not search:
             return drafted
-        starts = [*([] if drafted is None else [drafted]), *rule_starts(cost)]
-        return searched(cost, starts, DEFAULT_SEARCH, self._seed)
+        return searched(cost, [*([] if drafted is None else [drafted]), *rule_starts(cost)], DEFAULT_SEARCH, self._seed)
 
     def _torchrec(self, informed: bool, contest: Contest) -> Tensor | None:
         """TorchRec's planner, table-wise in fused kernels, with the contest's memory."""

@@ -26,11 +26,11 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from common.linear_cost import LinearCost
 from common.tasks import feature_names, meta_collection
+from common.whole_tables import problem_of
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators

@@ -20,6 +20,7 @@ from dreamshard_planner import driver
 from dreamshard_planner.checkpoints import user_folder
 from dreamshard_planner.checkpoints.file import (
     FORMAT,
+    SHARDING_POLICY,
     VERSION,
     check_sense,
     describe,
@@ -32,7 +33,7 @@ from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig
+from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.torch_state import neutral
@@ -48,7 +49,7 @@ SHIPPED = Path(__file__).parent
 class Checkpoint:
     """A cost network (or none, where costs come from the roofline model) and a policy trained on it."""
 
-    policy: AnyPolicy
+    policy: Policy
     cost: CostNetwork | None
     """As it was fitted; what calibration corrected is in the metadata, and in :meth:`compute_cost`."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +101,8 @@ class Checkpoint:
     @classmethod
     @neutral()
     def load(cls, path: str | Path) -> Checkpoint:
-        """Read a checkpoint.
+        """Read a checkpoint. Files before version 3 hold a policy that only placed whole tables; :func:`prior_policy`
+        takes its place.
 
         Raises:
             CheckpointError: missing, truncated, foreign, of a newer version, or not fitting this package;
@@ -109,7 +111,10 @@ class Checkpoint:
         path = Path(path)
         with opened(path) as file:
             description = description_of(path, file)
-            policy = network_of(path, "policy", Policy, PolicyConfig, description.get("policy"), file)
+            if int(file.metadata()["version"]) < SHARDING_POLICY:
+                policy = prior_policy()
+            else:
+                policy = network_of(path, "policy", Policy, PolicyConfig, description.get("policy"), file)
             cost = None
             if description.get("cost") is not None:
                 prior = RooflineCost.of_gpu("h100") if "cost.prior" in file.keys() else None  # its figures are read
@@ -117,6 +122,7 @@ class Checkpoint:
                 cost = network_of(path, "cost", make, CostNetworkConfig, description["cost"], file)
         check_sense(path, policy, cost)
         metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
+        policy.requires_grad_(False)
         checkpoint = cls(policy, cost, metadata, path.name)
         if cost is not None:
             cost.requires_grad_(False)
@@ -124,6 +130,12 @@ class Checkpoint:
             hardware = checkpoint.measured_on if "learned" in metadata else metadata.get("hardware_name", "?")
             cost.source = CostSource("network", f"{path.name}, measured on {hardware}")
         return checkpoint
+
+
+@cache
+def prior_policy() -> Policy:
+    """Return the policy that ships: trained on costs by bandwidths, and the start of every other training."""
+    return Checkpoint.load(SHIPPED / "roofline.safetensors").policy
 
 
 def resolve(

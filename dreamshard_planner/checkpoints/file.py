@@ -18,15 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dreamshard_planner.cost.collectives import fits_of
 from dreamshard_planner.cost.compute import ComputeCost, check_corrections
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.policy.network import AnyPolicy
+from dreamshard_planner.policy.network import Policy
 from dreamshard_planner.support.documents import check_version, parsed
 from dreamshard_planner.support.files import brief, check_readable, parse_json
 from dreamshard_planner.workload.features import covers, feature_matrix
 from dreamshard_planner.workload.tables import Workload
 
 FORMAT = "dreamshard_planner"
-VERSION = 2
+VERSION = 3
 """Files of version 1 have no corrections."""
+SHARDING_POLICY = 3
+"""First version whose policies split tables; earlier ones only placed whole tables."""
 MAX_SIZE = 4096
 """Widest layer of a network, and most of anything that its configuration counts."""
 UNBOUNDED = ("_low", "_high")
@@ -158,12 +160,12 @@ def _check_values(path: Path, network: str, name: str, tensor: Tensor, dtype: to
         raise CheckpointError(f"{path}: the {network} holds infinite values in {name}")
 
 
-def check_sense(path: Path, policy: AnyPolicy, cost: ComputeCost | None) -> None:
+def check_sense(path: Path, policy: Policy, cost: ComputeCost | None) -> None:
     """Finite weights may still be none to compute with: too large, or scales of zero."""
     features_SF = feature_matrix(ORDINARY)
     with torch.no_grad():
-        if not bool(policy.represent(features_SF).isfinite().all()):
-            raise CheckpointError(f"{path}: the policy network computes no finite numbers for two ordinary tables")
+        if not policy.is_finite():
+            raise CheckpointError(f"{path}: the policy network computes no finite scores")
         if cost is None:
             return
         cost_ms = cost.group_cost_ms(cost.encode(features_SF).sum(0, keepdim=True))[0]

@@ -18,7 +18,7 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.report import ReportEntry
-from dreamshard_planner.policy.joint_network import joint_starts, shipped_joint_policy
+from dreamshard_planner.policy.network import Policy, policy_starts
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.effort import Deadline, SearchConfig
 from dreamshard_planner.search.exact import pack
@@ -106,7 +106,7 @@ def place_proposal(
         name: None if assignment_S is None else chosen.placed(assignment_S)
         for name, assignment_S in heuristic_placements(chosen.cost).items()
     }
-    rolled_out = None if quickly else partial(_rolled_out, how.config.effort, plans)
+    rolled_out = None if quickly else partial(_rolled_out, context.checkpoint.policy, how.config.effort, plans)
     starts = [plan for plan in plans.values() if plan is not None]
     config = QUICK if quickly else how.config
     result = search(cost, starts, config, how.seed, None if quickly else how.seconds, rolled_out)
@@ -197,7 +197,8 @@ def search_plan(
             if known is None:
                 tried = {name: fitting.get(name) for name in starts}
                 rated.update({entry.name: entry for entry in _rated(cost, tried)})
-            further = partial(_rolled_out, how.config.effort, {}) if known is None and how.seconds != 0.0 else None
+            rolled_out = partial(_rolled_out, context.checkpoint.policy, how.config.effort, {})
+            further = rolled_out if known is None and how.seconds != 0.0 else None
             if whole is not None and _is_best(WHOLE, fitting, cost) and all(o.sharding_type == TW for o in pinned):
                 result = whole.result  # slower kernels are for tables that do not fit
                 result = None if result is None else replace(result, sharding=fitting[WHOLE])
@@ -284,6 +285,7 @@ def _rated(cost: Cost, plans: Mapping[str, Sharding | None]) -> tuple[ReportEntr
 
 
 def _rolled_out(
+    policy: Policy,
     effort: float,
     plans: dict[str, Sharding | None],
     cost: Cost,
@@ -291,8 +293,8 @@ def _rolled_out(
     level: Sequence[Sharding],
     seconds: float | None,
 ) -> list[Sharding]:
-    """Return starts by the policy that ships, of which the cheapest is noted among some plans."""
-    starts = joint_starts(cost, shipped_joint_policy(), asked, level, seconds, effort)
+    """Return starts by the policy, of which the cheapest is noted among some plans."""
+    starts = policy_starts(cost, policy, asked, level, seconds, effort)
     plans["policy"] = starts[0] if starts else None
     return starts
 

@@ -1,27 +1,109 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The policy network: which device takes the next shard.
+"""The policy network, and its roll-outs: each is a plan, from which the search can start.
 
-One function scores, for sampling and for the gradient alike, under the same mask.
-
-Shapes: X any leading dimensions (episodes, or steps x episodes), D devices, S shards, E episodes, T tasks,
-A actions, O observation channels, R representation channels, F features.
+Shapes: X any leading dimensions (episodes, or steps x episodes), E episodes, S steps, A actions, F features of an
+action, Y channels, N types of sharding.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.policy.environment import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
-from dreamshard_planner.workload.features import DESCRIPTORS, Scaler, columns
+from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.policy.mdp import (
+    CHANNELS,
+    DESCRIBED,
+    RULES,
+    TYPES,
+    Choices,
+    EstimatedMDP,
+    ShardingTask,
+)
+from dreamshard_planner.search.effort import portion
+from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 
+WEIGHTS = {"mean": 0.6, "mean_2": 0.2, "mean_8": 0.2, "highest": 0.01}
+"""Of what an action raises (:data:`~dreamshard_planner.policy.mdp.RISES`) in the score of an untrained
+policy, of compute and exchanges alike. What collectives take to start counts as it is."""
+GREEDINESS = 8.0
+"""Times that an untrained policy's score takes the weighted excess."""
+SUBSETS = (TYPES, (TW, CW, TWCW), (TWRW,), (TWRW, DP), (TW, DP), (TW, TWRW, DP), (CW, TWRW, DP), (RW, DP))
+"""Sharding types that one greedy roll-out each may use: each type that is used costs kernels and collectives of its
+own, and no single table's choice sees that it could do without."""
+SUBSET_RANKS = 64
+"""Ranks up to which there are roll-outs of some types: on more, they take longer than all other starts, and the one of
+all types was the best of them."""
+RELAID = 4
+"""Level starts whose options are laid down anew."""
+HEAD_START = 0.1
+"""Share of the time that roll-outs may take before they count as too slow for it."""
 LOGIT_STEP = 1e-3
-"""Greedy decoding compares logits after rounding to this step, so that ties always go to the lowest rank."""
+"""Greedy decoding compares scores after rounding to this step, so that ties always go to the first action."""
+CLIP, EXCESS_CLIP = 20.0, 50.0
+SITUATION = 8
+FEATURES = 2 * len(CHANNELS) + DESCRIBED + len(RULES) + 1 + SITUATION
+NEXT = 10
+"""Tables at hand and to come whose mean share says how lumpy what follows is."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the policy scores: actions of one step of all episodes; in training, padded, of all steps."""
+
+    excess_XAY: Tensor
+    """What an action raises, above the least of all legal actions."""
+    features_XAF: Tensor
+    legal_XA: Tensor
+
+    @classmethod
+    def of(cls, environment: EstimatedMDP, choices: Choices) -> Seen:
+        """At the step at hand."""
+        rise_EAY, legal_EA = choices.rise_EAY, choices.legal_EA
+        least_E1Y = rise_EAY.masked_fill(~legal_EA[..., None], torch.inf).amin(1, keepdim=True)
+        excess_EAY = (rise_EAY - least_E1Y).masked_fill(~legal_EA[..., None], 0.0)
+        described_OY = choices.actions.described_OY
+        per_action_AF = torch.cat(
+            [described_OY.repeat_interleave(len(RULES), 0), torch.eye(len(RULES)).repeat(len(described_OY), 1)], -1
+        )
+        situation_EF = _situation(environment, choices)
+        features = (
+            rise_EAY.clamp(-CLIP, CLIP),
+            excess_EAY.clamp(-CLIP, CLIP),
+            per_action_AF.expand(len(rise_EAY), -1, -1),
+            choices.free_EA.clamp(-1, 1)[..., None],
+            situation_EF[:, None].expand(-1, rise_EAY.shape[1], -1),
+        )
+        return cls(excess_EAY.clamp_max(EXCESS_CLIP), torch.cat(features, -1), legal_EA)
+
+
+def _situation(environment: EstimatedMDP, choices: Choices) -> Tensor:
+    """Share of the tables' cost that is left; the table's; ranks and tables; how far the highest ranks are above the
+    mean; the cost so far; and how large the next tables are beside a rank, [E, SITUATION]."""
+    task, step = environment.task, environment.step_index
+    highest_ER, mean_ER = environment.height_ERD.amax(-1), environment.height_ERD.mean(-1)
+    ranks = task.problem.num_ranks
+    alike = [
+        task.left_T[step],
+        math.log10(choices.actions.level),
+        math.log2(ranks) / 10,
+        math.log2(task.num_tables) / 10,
+    ]
+    own_E3 = [
+        highest_ER[:, 0] - mean_ER[:, 0],
+        (highest_ER - mean_ER)[:, 1:].sum(-1),
+        highest_ER.sum(-1),
+    ]
+    lumps = min(5.0, float(task.share_T[step : step + NEXT].sum()) / NEXT * ranks)
+    columns = [highest_ER.new_tensor(alike).expand(len(highest_ER), -1), torch.stack(own_E3, -1)]
+    return torch.cat([*columns, highest_ER.new_full((len(highest_ER), 1), lumps)], -1).float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,179 +112,128 @@ class PolicyConfig:
 
     hidden: int = 32
     """Width of all hidden layers."""
-    representation: int = 16
-    """Channels of a shard's representation."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.hidden < 1:
+            raise ValueError(f"hidden must be at least 1, got {self.hidden}.")
 
 
-class AnyPolicy(nn.Module, ABC):
-    """A policy network: scores the devices for one shard from what an episode has placed so far."""
+class Policy(nn.Module):
+    """Scores the actions of a table.
 
-    config: Any
-
-    @abstractmethod
-    def initialize(self, features_SF: Tensor) -> None:
-        """Fit the feature scaler to the shards of the training tables, [S, F]."""
-
-    @abstractmethod
-    def represent(self, features_XF: Tensor) -> Tensor:
-        """Representations of shards, [..., R]; what lies on a device is the sum of them."""
-
-    @abstractmethod
-    def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
-        """Scores of devices, [..., D], minus infinity where illegal.
-
-        Args:
-            channels_XDO: observation channels.
-            legal_XD: devices that may take the shard.
-            load_XDR: sum of the representations of the shards on each device, times D over S.
-            shard_XR: representation of the shard to place.
-        """
-
-
-class Policy(AnyPolicy):
-    """Scores devices from the sum of their shards' representations and their predicted costs.
-
-    The score sees each device beside the mean over the legal devices, so the number of devices is free. A linear
-    path from the observed ``excess`` to the score makes an untrained policy a nearly greedy heuristic on
-    predicted cost; REINFORCE improves on that.
+    The score is minus a weighted sum of what an action raises above the others, so that an untrained policy is a greedy
+    heuristic; a small network of what it sees changes the weights, and adds to the score.
     """
-
-    descriptor_mean: Tensor
-    descriptor_scale: Tensor
 
     def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
         super().__init__()
-        self.config = config
+        self.config, hidden = config, config.hidden
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            hidden, representation = config.hidden, config.representation
-            self.table = nn.Sequential(
-                nn.Linear(len(DESCRIPTORS), hidden), nn.ReLU(), nn.Linear(hidden, representation)
-            )
-            self.device = nn.Linear(len(OBSERVATIONS) + 2 * representation, hidden)
-            self.mixed = nn.Linear(2 * hidden, hidden)
+            self.seen, self.mixed = nn.Linear(FEATURES, hidden), nn.Linear(hidden, hidden)
             self.score = nn.Linear(hidden, 1, bias=False)
+            self.reweighted = nn.Linear(hidden, len(CHANNELS), bias=False)
         nn.init.zeros_(self.score.weight)
-        self.greediness = nn.Parameter(torch.tensor(16.0))
-        self.register_buffer("descriptor_mean", torch.zeros(len(DESCRIPTORS)))
-        self.register_buffer("descriptor_scale", torch.ones(len(DESCRIPTORS)))
+        nn.init.zeros_(self.reweighted.weight)
+        weights = [weight for weight in WEIGHTS.values() for _ in ("compute", "exchanges")]
+        self.log_weights = nn.Parameter(torch.tensor([*weights, 1.0]).log())
+        self.log_greediness = nn.Parameter(torch.tensor(math.log(GREEDINESS)))
         self.eval()
 
-    def initialize(self, features_SF: Tensor) -> None:
-        """See :meth:`AnyPolicy.initialize`."""
-        scaler = Scaler.fit(features_SF[:, columns(DESCRIPTORS)])
-        self.descriptor_mean.copy_(scaler.mean_F)
-        self.descriptor_scale.copy_(scaler.scale_F)
+    def logits(self, seen: Seen) -> Tensor:
+        """Scores of actions, [..., A], minus infinity where illegal."""
+        hidden_XAH = torch.relu(self.mixed(torch.relu(self.seen(seen.features_XAF))))
+        weight_XAY = (self.log_weights + self.reweighted(hidden_XAH).clamp(-4, 4)).exp()
+        excess_XA = (seen.excess_XAY * weight_XAY).sum(-1)
+        logit_XA = self.score(hidden_XAH)[..., 0] - self.log_greediness.exp() * excess_XA
+        return logit_XA.masked_fill(~seen.legal_XA, -torch.inf)
 
-    def represent(self, features_XF: Tensor) -> Tensor:
-        """See :meth:`AnyPolicy.represent`."""
-        scaled = (features_XF[..., columns(DESCRIPTORS)] - self.descriptor_mean) / self.descriptor_scale
-        return self.table(scaled.clamp(-5, 5))
-
-    def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
-        """See :meth:`AnyPolicy.logits`."""
-        hidden_XDV = torch.relu(_with_shared(self.device, torch.cat([channels_XDO, load_XDR], dim=-1), shard_XR))
-        weight_XD = legal_XD / legal_XD.sum(-1, keepdim=True)
-        mean_XV = torch.einsum("...d,...dv->...v", weight_XD, hidden_XDV)
-        mixed_XDV = torch.relu(_with_shared(self.mixed, hidden_XDV, mean_XV))
-        excess_XD = channels_XDO[..., OBSERVATION_INDEX["excess"]]
-        logit_XD = self.score(mixed_XDV)[..., 0] - self.greediness * excess_XD
-        return logit_XD.masked_fill(~legal_XD, -torch.inf)
-
-
-def _with_shared(layer: nn.Linear, own_XDI: Tensor, shared_XJ: Tensor) -> Tensor:
-    """The layer on what each device has of its own beside what all share, without repeating the latter per device."""
-    own_weight, shared_weight = layer.weight.split((own_XDI.shape[-1], shared_XJ.shape[-1]), dim=1)
-    shared_XV = nn.functional.linear(shared_XJ, shared_weight, layer.bias)
-    return nn.functional.linear(own_XDI, own_weight) + shared_XV[..., None, :]
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Whether the scores of the largest observations are finite."""
+        largest = Seen(
+            torch.full((1, len(CHANNELS)), EXCESS_CLIP), torch.full((1, FEATURES), CLIP), torch.tensor([True])
+        )
+        return bool(self.logits(largest).isfinite().all())
 
 
 def drawn(logit_EA: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """An action of each episode, int64 [E]: by its probability, with ``generator``; the likeliest without."""
+    """Return an action of each episode, int64 [E]: by its probability, with ``generator``; the likeliest without."""
     if generator is None:
         return (logit_EA / LOGIT_STEP).round().argmax(-1)
     uniform_EA = torch.rand(logit_EA.shape, generator=generator).clamp_min(1e-9)
     return (logit_EA - (-uniform_EA.log()).log()).argmax(-1)  # Gumbel's trick
 
 
-def scored(logit_SEA: Tensor, legal_SEA: Tensor, action_SE: Tensor) -> tuple[Tensor, Tensor]:
-    """Log probability of each action taken, and entropy of each choice, both [S, E], under gradient."""
-    log_SEA = logit_SEA.log_softmax(-1)
-    finite_SEA = log_SEA.masked_fill(~legal_SEA, 0.0)
-    entropy_SE = -(finite_SEA.exp() * finite_SEA * legal_SEA).sum(-1)
-    return log_SEA.gather(-1, action_SE[..., None])[..., 0], entropy_SE
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Finished episodes with what the policy saw, ready to be scored again under gradient."""
-
-    environment: EstimatedMDP
-    channels_SEDO: Tensor | None
-    legal_SED: Tensor | None
-
-
-def _load_scale(tasks: TaskBatch) -> Tensor:
-    """Devices over shards of each task, [T]: keeps summed representations of one order."""
-    return tasks.device_mask_TD.sum(-1) / tasks.step_mask_TS.sum(-1).clamp_min(1)
-
-
 @torch.no_grad()
 def roll_out(
-    policy: AnyPolicy,
-    tasks: TaskBatch,
-    episodes_per_task: int,
+    policy: Policy,
+    task: ShardingTask,
+    episodes: int,
     generator: torch.Generator | None = None,
-    record: bool = False,
-    greedy_first: bool = False,
-) -> Rollout:
-    """Play episodes: sampled with ``generator``, greedy without.
-
-    ``record`` keeps what the policy saw; with ``greedy_first`` the first episode of each task is greedy in any case.
-    """
-    environment = EstimatedMDP(tasks, episodes_per_task)
-    task_E, episode_E = environment.task_E, torch.arange(environment.num_episodes)
-    representation_TSR = policy.represent(tasks.features_TSF)
-    load_EDR = torch.zeros(*environment.bytes_ED.shape, representation_TSR.shape[-1])
-    scale_E11 = _load_scale(tasks)[task_E][:, None, None]
-    step_mask_TS = tasks.step_mask_TS
-    channels, legal = [], []
-    for step in range(tasks.num_steps):
-        observation = environment.observe()
-        shard_ER = representation_TSR[:, step][task_E]
-        logit_ED = policy.logits(observation.channels_EDO, observation.legal_ED, load_EDR * scale_E11, shard_ER)
-        action_E = drawn(logit_ED, generator)
-        if greedy_first:
-            action_E = torch.where(episode_E % episodes_per_task == 0, drawn(logit_ED), action_E)
-        load_EDR[episode_E, action_E] += shard_ER * step_mask_TS[:, step][task_E][:, None]
+    types_EN: Tensor | None = None,
+    option_ET: Tensor | None = None,
+    seconds: float | None = None,
+    on_step: Callable[[Seen, Tensor], None] | None = None,
+) -> EstimatedMDP:
+    """Play episodes: sampled with ``generator``, greedy without; of all sharding types and options, or of some in
+    each, see :class:`~dreamshard_planner.policy.mdp.EstimatedMDP`. TimeoutError as soon as they are found to
+    take more ``seconds``. ``on_step`` is told what the policy sees and does."""
+    environment, began = EstimatedMDP(task, episodes, types_EN, option_ET), time.monotonic()
+    for step in range(task.num_tables):
+        if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, step / task.num_tables):
+            raise TimeoutError
+        seen = Seen.of(environment, environment.observe())
+        action_E = drawn(policy.logits(seen), generator)
         environment.step(action_E)
-        if record:
-            channels.append(observation.channels_EDO)
-            legal.append(observation.legal_ED)
-    return Rollout(environment, torch.stack(channels) if record else None, torch.stack(legal) if record else None)
+        if on_step is not None:
+            on_step(seen, action_E)
+    return environment
 
 
-def greedy_plan(policy: AnyPolicy, cost: Cost) -> Tensor | None:
-    """One greedy roll-out, [S]; None where it dead-ends."""
-    return roll_out(policy, TaskBatch.collate([cost]), 1).environment.plans(0)[0]
+def subset_types() -> Tensor:
+    """:data:`SUBSETS` as types that episodes may use, bool [E, N]."""
+    return torch.tensor([[kind in subset for kind in TYPES] for subset in SUBSETS])
 
 
-def score_rollout(policy: AnyPolicy, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """See :func:`scored`. All steps at once: the load of a device before a step is an exclusive cumulative sum over the
-    actions."""
-    if rollout.channels_SEDO is None or rollout.legal_SED is None:
-        raise ValueError("what the policy saw was not kept: roll out with record=True")
-    environment = rollout.environment
-    tasks, task_E = environment.tasks, environment.task_E
-    shard_SER = (policy.represent(tasks.features_TSF) * tasks.step_mask_TS[..., None]).transpose(0, 1)[:, task_E]
-    action_SE = environment.action_ES.T
-    chosen_SED = nn.functional.one_hot(action_SE, environment.bytes_ED.shape[1]).to(shard_SER.dtype)
-    added_SEDR = chosen_SED[..., None] * shard_SER[:, :, None]
-    load_SEDR = (added_SEDR.cumsum(0) - added_SEDR) * _load_scale(tasks)[task_E][:, None, None]
-    logit_SED = policy.logits(rollout.channels_SEDO, rollout.legal_SED, load_SEDR, shard_SER)
-    return scored(logit_SED, rollout.legal_SED, action_SE)
+def policy_starts(
+    cost: Cost,
+    policy: Policy,
+    asked: JointOptions,
+    level: Sequence[Sharding],
+    seconds: float | None = None,
+    effort: float = 1.0,
+) -> list[Sharding]:
+    """Plans to start the joint search from, at most two, the cheapest first: the best of greedy roll-outs that choose
+    options, of all sharding types and, on few ranks, of some subsets of them; and the best of those that only lay the
+    options of the cheapest level starts down anew. Further ones would leave the search little else to start from, and
+    descents end elsewhere than they start.
+
+    Args:
+        cost: the problem and its cost.
+        policy: plays.
+        asked: what options ask of all ranks together.
+        level: level starts.
+        seconds: that roll-outs may take.
+        effort: share of the roll-outs to play; all from 1 on.
+
+    Raises:
+        TimeoutError: they would take more.
+    """
+    task, types_EN = ShardingTask(cost, asked), subset_types()
+    if not task.may_be_played:
+        return []
+    relaid = sorted(level, key=cost.overall_ms)[:RELAID]
+    if cost.problem.num_ranks > SUBSET_RANKS:
+        types_EN, relaid = types_EN[:1], relaid[:1]
+    types_EN, relaid = types_EN[: portion(len(types_EN), effort)], relaid[: portion(len(relaid), effort)]
+    free = len(types_EN)
+    option_ET = torch.full((free + len(relaid), task.num_tables), -1)
+    option_ET[free:] = torch.tensor([plan.options for plan in relaid]).view(-1, task.num_tables)
+    types_EN = torch.cat([types_EN, types_EN[:1].expand(len(relaid), -1)])
+    plans = roll_out(policy, task, len(option_ET), None, types_EN, option_ET, seconds).shardings()
+    fitting = [
+        [plan for plan in some if plan is not None and cost.problem.fits(plan)] for some in (plans[:free], plans[free:])
+    ]
+    best = dict.fromkeys(min(some, key=cost.overall_ms) for some in fitting if some)
+    return sorted(best, key=cost.overall_ms)

@@ -1,45 +1,53 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""REINFORCE on the estimated MDP: a batch baseline per task, an entropy term, no hardware.
+"""REINFORCE on the estimated MDP: a batch baseline per task, an entropy bonus, no hardware.
 
-Shapes: T tasks, E episodes, K episodes per task, S steps.
+Shapes: E episodes of one task, S steps, A actions, N types of sharding.
 """
 
 from __future__ import annotations
 
-import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.policy.environment import TaskBatch
-from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out, score_rollout
-from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
+from dreamshard_planner.policy.mdp import TYPES, EstimatedMDP, ShardingTask
+from dreamshard_planner.policy.network import Policy, Seen, roll_out, subset_types
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+
+WHOLE_ONLY = tuple(SHARDING_TYPES[kind].is_whole for kind in TYPES)
+"""Sharding types of an episode that leaves all tables whole, bool [N]."""
+DEAREST = 10.0
+"""Relative cost of an infeasible episode in :class:`UpdateStatistics` and :func:`standing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforceConfig:
-    """How a policy is trained."""
+    """Settings of a policy's training."""
 
-    updates: int = 500
+    updates: int = 150
     """Gradient steps."""
-    tasks_per_update: int = 6
-    """Tasks drawn for one step; they are played side by side."""
-    episodes_per_task: int = 12
+    tasks_per_update: int = 3
+    """Tasks drawn for one step."""
+    episodes_per_task: int = 16
     """Sampled episodes per task; their mean is the baseline."""
-    learning_rate: float = 3e-3
+    all_types_share: float = 0.5
+    """Share of the drawn tasks that may use all types of sharding."""
+    whole_share: float = 0.15
+    """Share of the drawn tasks that leave tables whole; the others may use some types, at random."""
+    learning_rate: float = 2e-3
     """Initial rate of Adam; falls linearly to zero."""
     entropy_weight: float = 0.003
     """Weight of the entropy bonus; falls linearly to zero."""
     infeasible_factor: float = 1.5
     """An infeasible episode counts as this many times the task's worst feasible one."""
-    looks: int = 10
-    """Times that greedy roll-outs on some of the training tasks are looked at, besides the start: the policy that did
-    best stays. 0: the last one stays."""
-    look_tasks: int = 36
-    """Training tasks, spread over all sizes, that a look rolls out."""
+    looks: int = 5
+    """Times that greedy roll-outs on some of the training tasks are rated, besides the start: the best policy stays.
+    0 keeps the last one."""
+    look_tasks: int = 12
+    """Training tasks that a look rolls out."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -47,71 +55,108 @@ class ReinforceConfig:
             raise ValueError(f"updates, tasks and rate must be positive, episodes at least 2, got {asdict(self)}")
 
 
+FROM_SCRATCH = ReinforceConfig(updates=800, learning_rate=6e-3, entropy_weight=0.01)
+"""Settings for an untrained policy: some seven minutes of one core."""
+
+
 @dataclass(frozen=True)
 class UpdateStatistics:
-    """What one update looked like."""
+    """Figures of one update, means over its tasks."""
 
-    overall_ms: float
-    """Mean predicted overall cost of the feasible episodes."""
     relative_cost: float
-    """Mean cost over the task's ideally balanced compute: comparable between tasks."""
-    over_best_heuristic: float
-    """Geometric mean of the feasible episodes' cost over that of the cheapest greedy heuristic on the same task; NaN
-    where no heuristic places any of the tasks."""
+    """Mean cost over the level height (:mod:`dreamshard_planner.policy.mdp`), at most :data:`DEAREST` per episode."""
     entropy: float
     """Mean over the choices, nats."""
-    gradient_norm: float
-    """Before clipping."""
     infeasible_share: float
 
 
-def advantages(cost_E: Tensor, episodes_per_task: int, infeasible_factor: float) -> Tensor:
-    """Standardised advantages [E] of episodes: how much cheaper than the other episodes of the same task.
+def advantages(cost_E: Tensor, infeasible_factor: float) -> Tensor:
+    """Return standardised advantages [E] of a task's episodes: how much cheaper than their mean each is.
 
     Infeasible episodes (infinite cost) count as ``infeasible_factor`` times the worst feasible one; a task
     without any feasible episode teaches nothing.
     """
-    cost_TK = cost_E.view(-1, episodes_per_task)
-    finite_TK = cost_TK.isfinite()
-    worst_T1 = cost_TK.masked_fill(~finite_TK, 0.0).amax(-1, keepdim=True)
-    cost_TK = torch.where(finite_TK, cost_TK, worst_T1 * infeasible_factor)
-    centred_TK = cost_TK.mean(-1, keepdim=True) - cost_TK
-    return (centred_TK / (cost_TK.std(-1, keepdim=True) + 1e-6 * worst_T1 + 1e-12)).flatten()
+    finite_E = cost_E.isfinite()
+    worst = cost_E.masked_fill(~finite_E, 0.0).max()
+    cost_E = torch.where(finite_E, cost_E, worst * infeasible_factor)
+    return (cost_E.mean() - cost_E) / (cost_E.std() + 1e-6 * worst + 1e-12)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Finished sampled episodes, their observations and actions."""
+
+    environment: EstimatedMDP
+    seen: list[Seen]
+    action_SE: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        task: ShardingTask,
+        episodes: int,
+        generator: torch.Generator,
+        types_EN: Tensor | None = None,
+    ) -> Rollout:
+        """Play sampled episodes."""
+        seen: list[Seen] = []
+        taken: list[Tensor] = []
+
+        def keep(step: Seen, action_E: Tensor) -> None:
+            seen.append(step)
+            taken.append(action_E)
+
+        environment = roll_out(policy, task, episodes, generator, types_EN, on_step=keep)
+        return cls(environment, seen, torch.stack(taken))
+
+    def scored_by(self, policy: Policy) -> tuple[Tensor, Tensor]:
+        """Return the log probability of each action taken and the entropy of each choice, both [S, E], under gradient.
+        Steps are padded with illegal actions."""
+        most = max(seen.legal_XA.shape[1] for seen in self.seen)
+
+        def padded(name: str) -> Tensor:
+            values = [getattr(seen, name) for seen in self.seen]
+            trailing = (0, 0) * (values[0].dim() - 2)
+            return torch.stack([nn.functional.pad(part, (*trailing, 0, most - part.shape[1])) for part in values])
+
+        every = Seen(padded("excess_XAY"), padded("features_XAF"), padded("legal_XA"))
+        log_SEA = policy.logits(every).log_softmax(-1)
+        finite_SEA = log_SEA.masked_fill(~every.legal_XA, 0.0)
+        entropy_SE = -(finite_SEA.exp() * finite_SEA * every.legal_XA).sum(-1)
+        return log_SEA.gather(-1, self.action_SE[..., None])[..., 0], entropy_SE
 
 
 def train_policy(
-    policy: AnyPolicy,
-    costs: Sequence[Cost],
+    policy: Policy,
+    tasks: Sequence[ShardingTask],
     config: ReinforceConfig,
     on_update: Callable[[int, UpdateStatistics], None] | None = None,
 ) -> list[UpdateStatistics]:
-    """Train ``policy`` in place on tasks drawn from ``costs``; returns statistics per update.
+    """Train ``policy`` in place; return statistics per update.
 
     Sampled episodes may get cheaper while greedy ones, from which planning starts, get dearer: hence the looks.
     """
-    generator = torch.Generator().manual_seed(config.seed)
+    generator, draws = torch.Generator().manual_seed(config.seed), random.Random(config.seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
-    statistics = []
-    heuristic_ms_T = torch.tensor([best_heuristic_ms(cost) for cost in costs])
-    # Tasks of similar size share an update, so that padding stays cheap.
-    by_size = sorted(range(len(costs)), key=lambda task: costs[task].problem.num_parts)
-    tasks_per_update = min(config.tasks_per_update, len(costs))
     every = -(-config.updates // config.looks) if config.looks else config.updates + 1
-    looked_at = [costs[task] for task in by_size[:: -(-len(costs) // config.look_tasks)]]
-    best = (greedy_standing(policy, looked_at), copied(policy)) if config.looks else None
+    looked_at = tasks[:: -(-len(tasks) // config.look_tasks)]
+    best = (standing(policy, looked_at), _copied(policy)) if config.looks else None
+    statistics = []
     for update in range(config.updates):
         remaining = 1 - update / config.updates
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * remaining
-        start = int(torch.randint(len(costs) - tasks_per_update + 1, (1,), generator=generator))
-        chosen = by_size[start : start + tasks_per_update]
-        batch, entropy_weight = TaskBatch.collate([costs[task] for task in chosen]), config.entropy_weight * remaining
-        statistics.append(
-            reinforce_update(policy, optimizer, batch, config, entropy_weight, generator, heuristic_ms_T[chosen])
-        )
+        optimizer.zero_grad()
+        chosen = draws.sample(list(tasks), min(config.tasks_per_update, len(tasks)))
+        weight = config.entropy_weight * remaining
+        told = [_backward(policy, task, _types(draws, config), config, weight, generator) for task in chosen]
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        statistics.append(UpdateStatistics(*(sum(values) / len(told) for values in zip(*told, strict=True))))
         if best and ((update + 1) % every == 0 or update + 1 == config.updates):
-            standing = greedy_standing(policy, looked_at)
-            best = (standing, copied(policy)) if standing < best[0] else best
+            stands = standing(policy, looked_at)
+            best = (stands, _copied(policy)) if stands < best[0] else best
         if on_update is not None:
             on_update(update, statistics[-1])
     if best:
@@ -119,66 +164,51 @@ def train_policy(
     return statistics
 
 
-def copied(policy: nn.Module) -> dict[str, Tensor]:
-    """Its state, which training then leaves alone."""
+def _copied(policy: Policy) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in policy.state_dict().items()}
 
 
-@torch.no_grad()
-def greedy_standing(policy: AnyPolicy, costs: Sequence[Cost]) -> tuple[int, float]:
-    """Infeasible tasks, and the mean logarithm of the cost of greedy roll-outs over ideally balanced compute elsewhere:
-    less is better."""
-    logs = []
-    for cost in costs:
-        plan = greedy_plan(policy, cost)
-        ideal_ms = float(cost.single_ms_P.sum()) / cost.problem.num_ranks
-        logs.append(math.inf if plan is None else math.log(float(cost.reward_ms(plan[None])) / ideal_ms))
-    feasible = [value for value in logs if math.isfinite(value)]
-    return len(logs) - len(feasible), sum(feasible) / max(1, len(feasible))
+def _types(draws: random.Random, config: ReinforceConfig) -> Tensor | None:
+    """Return types that all episodes of a task may use, bool [E, N]; None for all of them."""
+    share = draws.random() - config.all_types_share
+    if share < 0:
+        return None
+    types = list(WHOLE_ONLY)
+    while share >= config.whole_share and not any(types := [draws.random() < 0.5 for _ in TYPES]):
+        pass
+    return torch.tensor([types]).expand(config.episodes_per_task, -1)
 
 
-@torch.no_grad()
-def best_heuristic_ms(cost: Cost) -> float:
-    """Predicted overall cost of the cheapest greedy heuristic; infinite where all dead-end."""
-    plans = [plan for name in HEURISTICS if (plan := place_by_heuristic(cost.problem, name)) is not None]
-    return float(cost.reward_ms(torch.stack(plans)).min()) if plans else float("inf")
-
-
-def reinforce_update(
-    policy: AnyPolicy,
-    optimizer: torch.optim.Optimizer,
-    tasks: TaskBatch,
+def _backward(
+    policy: Policy,
+    task: ShardingTask,
+    types_EN: Tensor | None,
     config: ReinforceConfig,
     entropy_weight: float,
     generator: torch.Generator,
-    heuristic_ms_T: Tensor,
-) -> UpdateStatistics:
-    """One REINFORCE step on all steps of all episodes of ``tasks``; ``heuristic_ms_T`` [T] is what the best heuristic
-    costs."""
-    rollout = roll_out(policy, tasks, config.episodes_per_task, generator, record=True)
-    environment = rollout.environment
-    cost_E = environment.overall_ms()
-    advantage_E = advantages(cost_E, config.episodes_per_task, config.infeasible_factor)
-    log_probability_SE, entropy_SE = score_rollout(policy, rollout)
-    step_mask_SE = tasks.step_mask_TS.T[:, environment.task_E]
-    # Each episode weighs the same, whatever the number of its shards.
-    weight_SE = step_mask_SE / step_mask_SE.sum(0).clamp_min(1)
-    loss_E = -((log_probability_SE * advantage_E + entropy_weight * entropy_SE) * weight_SE).sum(0)
-    optimizer.zero_grad()
-    loss_E.mean().backward()
-    gradient_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-    optimizer.step()
+) -> tuple[float, float, float]:
+    """Add one task's gradient; return relative cost, entropy and infeasible share, as in :class:`UpdateStatistics`."""
+    rollout = Rollout.of(policy, task, config.episodes_per_task, generator, types_EN)
+    cost_E = rollout.environment.relative_cost().float()
+    advantage_E = advantages(cost_E, config.infeasible_factor)
+    log_probability_SE, entropy_SE = rollout.scored_by(policy)
+    # Each episode weighs the same, whatever the number of its tables.
+    loss = -(log_probability_SE * advantage_E + entropy_weight * entropy_SE).mean()
+    (loss / config.tasks_per_update).backward()
+    relative_cost, infeasible_share = cost_E.clamp_max(DEAREST).mean(), cost_E.isinf().float().mean()
+    return float(relative_cost), float(entropy_SE.detach().mean()), float(infeasible_share)
 
-    feasible_E = cost_E.isfinite()
-    total_E = tasks.single_ms_TS.sum(-1)[environment.task_E]
-    ideal_E = total_E / tasks.device_mask_TD.sum(-1)[environment.task_E]
-    over_heuristic_E = cost_E / heuristic_ms_T[environment.task_E]
-    both_E = feasible_E & over_heuristic_E.isfinite() & (over_heuristic_E > 0)
-    return UpdateStatistics(
-        overall_ms=float(cost_E[feasible_E].mean()) if feasible_E.any() else float("inf"),
-        relative_cost=float((cost_E / ideal_E)[feasible_E].mean()) if feasible_E.any() else float("inf"),
-        over_best_heuristic=float(over_heuristic_E[both_E].log().mean().exp()),
-        entropy=float((entropy_SE.detach() * weight_SE).sum(0).mean()),
-        gradient_norm=float(gradient_norm),
-        infeasible_share=float((~feasible_E).float().mean()),
-    )
+
+@torch.no_grad()
+def standing(policy: Policy, tasks: Sequence[ShardingTask]) -> float:
+    """Return the mean logarithm of the relative cost of greedy roll-outs; less is better.
+
+    A third each are roll-outs of all types, the best of :data:`~dreamshard_planner.policy.network.SUBSETS`, and whole
+    tables. Infeasible ones count as :data:`DEAREST`.
+    """
+    types_EN = torch.cat([subset_types(), torch.tensor([WHOLE_ONLY])])
+    logs = []
+    for task in tasks:
+        log_E = roll_out(policy, task, len(types_EN), types_EN=types_EN).relative_cost().clamp_max(DEAREST).log()
+        logs.append(float(log_E[0] + log_E[:-1].min() + log_E[-1]) / 3)
+    return sum(logs) / len(logs)

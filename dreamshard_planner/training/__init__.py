@@ -5,24 +5,22 @@ The only part that needs hardware is the collection; everything after it works o
 """
 
 from dreamshard_planner.training.calibration import calibrate, check
-from dreamshard_planner.training.config import QUICK, WITH_ROOM, TrainingConfig, pool_tables
+from dreamshard_planner.training.config import QUICK, TrainingConfig, pool_tables
 from dreamshard_planner.training.measuring import MAX_SETS_PER_SECOND
-from dreamshard_planner.training.policies import PricedTask, priced_tasks, proposed_sets, rated_ms, validate_policy
+from dreamshard_planner.training.policies import DrawnTask, drawn_tasks, proposed_sets, validate_policy
 from dreamshard_planner.training.rounds import learn, train, train_on_roofline
 
 __all__ = [
     "MAX_SETS_PER_SECOND",
     "QUICK",
-    "WITH_ROOM",
-    "PricedTask",
+    "DrawnTask",
     "TrainingConfig",
     "calibrate",
     "check",
+    "drawn_tasks",
     "learn",
     "pool_tables",
-    "priced_tasks",
     "proposed_sets",
-    "rated_ms",
     "train",
     "train_on_roofline",
     "validate_policy",

@@ -4,22 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.fit import FitConfig
 from dreamshard_planner.measure.sets import SHARD_SHARE, draw_mixed_sets
 from dreamshard_planner.policy.reinforce import ReinforceConfig
-from dreamshard_planner.policy.tasks import TaskConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
 
 SPLIT_SEED = 0
 """Of the halves of every pool. No option: a table that one training holds out must not teach another."""
-
-WITH_ROOM = TaskConfig(heaviest=0.6)
-"""Tasks in which placing decides: in random ones one table alone is mostly the bottleneck."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +45,13 @@ class TrainingConfig:
     """Share of the random sets that are shards, as TorchRec fuses them where it splits tables."""
     arena_bytes: int | None = None
     """Memory for the weights of measured kernels; larger tables are folded into it. Default: that of ``Arena``."""
-    num_tasks: int = 200
+    num_tasks: int = 60
     """Tasks that the policy trains on."""
-    validation_tasks: int = 60
+    validation_tasks: int = 30
     """Tasks of held-out tables that it is judged on."""
-    tasks: TaskConfig = WITH_ROOM
+    task_tables: tuple[int, int] = (8, 80)
+    """Fewest and most tables of a task; counts are log-uniform between."""
+    task_ranks: tuple[int, ...] = (2, 4, 8, 16, 32)
     fit: FitConfig = FitConfig()
     reinforce: ReinforceConfig = ReinforceConfig()
     start: Checkpoint | None = None
@@ -86,7 +84,8 @@ QUICK = TrainingConfig(
     arena_bytes=1 << 26,
     num_tasks=8,
     validation_tasks=4,
-    tasks=replace(WITH_ROOM, max_tables=12),
+    task_tables=(8, 12),
+    task_ranks=(2, 4),
     fit=FitConfig(epochs=10),
     reinforce=ReinforceConfig(updates=5, tasks_per_update=2, episodes_per_task=4),
 )

@@ -1,120 +1,204 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Policies trained on tasks that a cost prices, and judged on tasks of held-out tables."""
+"""Tasks that a checkpoint prices, policies trained on them, and judged on tasks of held-out tables."""
 
 from __future__ import annotations
 
+import copy
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
+from torchrec.distributed.planner.types import ShardEstimator, ShardingOption
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.measure.sets import GroupMix, set_work, work_limits
-from dreamshard_planner.policy.environment import TaskBatch
-from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan, roll_out
-from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
-from dreamshard_planner.policy.tasks import TaskConfig, draw_tasks, problem_of
+from dreamshard_planner.cost.problem import MEMORY_KINDS
+from dreamshard_planner.devices import make_topology
+from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, set_work, work_limits
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.policy.mdp import ShardingTask
+from dreamshard_planner.policy.network import Policy, roll_out
+from dreamshard_planner.policy.reinforce import WHOLE_ONLY, UpdateStatistics, train_policy
+from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
+from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, TW
 from dreamshard_planner.support.progress import progress_bar
+from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.training.config import TrainingConfig
+from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, Workload
 
-BANDWIDTHS = (2e9 / 1e3, 600e9 / 1e3)
-"""All-to-all bytes per millisecond of training tasks, log-uniform: from Ethernet (2 GB/s) to NVLink (600 GB/s). A
-policy does not observe the bandwidth, so it learns what is good on average; the search afterwards knows it."""
-
-
-def improve(
-    config: TrainingConfig, compute: ComputeCost, tables: Sequence[Table], progress: bool
-) -> tuple[AnyPolicy, list[UpdateStatistics], list[PricedTask]]:
-    """Train a policy by REINFORCE on the estimated MDP of ``compute``."""
-    policy = Policy(PolicyConfig(), seed=config.seed)
-    tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed, config.device)
-    costs = [task.cost for task in tasks]
-    policy.initialize(torch.cat([cost.problem.features_PF for cost in costs]))
-    with progress_bar("improving the policy", config.reinforce.updates, progress) as advance:
-        statistics = train_policy(
-            policy,
-            costs,
-            config.reinforce,
-            lambda _, update: advance(f"{update.over_best_heuristic:.3f} x the best rule"),
-        )
-    return policy, statistics, tasks
+RANKS_PER_HOST = 8
+TIGHT_SHARE = 0.25
+"""Share of the tasks in which memory binds."""
+FILL = (1.15, 3.0)
+"""Memory of a rank over an even share of the tables, there."""
+AMPLE_BYTES = 2**50
+"""Memory of a rank while a task is read; its own is drawn afterwards."""
 
 
 @dataclass(frozen=True)
-class PricedTask:
-    """A task of the policy's training with its cost."""
+class DrawnTask:
+    """A task of a policy's training, and the workloads of its parts."""
 
-    workloads: tuple[Workload, ...]
-    cost: Cost
+    read: ReadProblem
+    task: ShardingTask
 
 
+class _Unrated(ShardEstimator):
+    """Leaves the perf of shards open, which costs by a checkpoint do not read."""
+
+    def __init__(self) -> None:
+        """Needs nothing."""
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """See ``torchrec.distributed.planner.types.ShardEstimator``."""
+
+
+def improve(
+    config: TrainingConfig, checkpoint: Checkpoint, tables: Sequence[Table], progress: bool
+) -> tuple[list[UpdateStatistics], list[DrawnTask], Checkpoint]:
+    """Train a copy of the checkpoint's policy for its costs by REINFORCE; return statistics per update, the tasks, and
+    the checkpoint with the trained policy."""
+    tasks = drawn_tasks(checkpoint, tables, config.num_tasks, config, config.seed)
+    policy = copy.deepcopy(checkpoint.policy).requires_grad_(True)
+    reinforce = replace(config.reinforce, seed=config.seed)
+    with progress_bar("improving the policy", reinforce.updates, progress) as advance:
+        statistics = train_policy(
+            policy,
+            [drawn.task for drawn in tasks],
+            reinforce,
+            lambda _, update: advance(f"{update.relative_cost:.3f} x level"),
+        )
+    return statistics, tasks, replace(checkpoint, policy=policy.requires_grad_(False))
+
+
+@neutral()
 @torch.no_grad()
-def priced_tasks(
-    compute: ComputeCost, tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed: int, device: str = "cpu"
-) -> list[PricedTask]:
-    """Random tasks over ``tables``, for that kind of device, with their costs."""
+def drawn_tasks(
+    checkpoint: Checkpoint, tables: Sequence[Table], num_tasks: int, config: TrainingConfig, seed: int
+) -> list[DrawnTask]:
+    """Return random tasks over ``tables``, priced by the checkpoint, with all sharding types that TorchRec offers.
+    Draws that fit nowhere are left out."""
+    rng, tasks = random.Random(seed), []
+    fewest, most = (math.log(min(count, len(tables))) for count in config.task_tables)
+    for _ in range(num_tasks):
+        count, ranks = round(math.exp(rng.uniform(fewest, most))), rng.choice(config.task_ranks)
+        batch_size = max(1, rng.choice(config.batch_sizes or BATCH_SIZES[config.device]) // ranks)
+        read, cost = _read(checkpoint, rng.sample(list(tables), count), ranks, batch_size, config.device)
+        if rng.random() < TIGHT_SHARE:
+            cost = _short_of_memory(cost, rng.uniform(*FILL), config.device)
+        asked = JointOptions(cost)
+        if asked.may_fit:
+            tasks.append(DrawnTask(read, ShardingTask(cost, asked)))
+    return tasks
 
-    def single_ms(workloads: Sequence[Workload]) -> Tensor:
-        return Cost(problem_of(workloads, 1), compute).single_ms_P
 
-    low, high = (math.log(bandwidth) for bandwidth in BANDWIDTHS)
-    share_T = torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed)).tolist()
-    priced = []
-    for task, share in zip(draw_tasks(tables, num_tasks, config, seed, single_ms, device), share_T, strict=True):
-        link = CollectiveModel(task.problem.num_ranks, math.exp(low + (high - low) * share))
-        priced.append(PricedTask(task.workloads, Cost(task.problem.over(link), compute)))
-    return priced
+def _read(
+    checkpoint: Checkpoint, tables: Sequence[Table], ranks: int, batch_size: int, device: str
+) -> tuple[ReadProblem, Cost]:
+    """Return the options of some tables, and their costs, on ranks with any amount of memory."""
+    memory = dict.fromkeys(("HBM", "DDR"), [AMPLE_BYTES] * ranks)
+    topology = make_topology(ranks, device, min(RANKS_PER_HOST, ranks), rank_memory_bytes=memory)
+    features = {table.name: [f"{table.name}.{index}" for index in range(len(table.features))] for table in tables}
+    statistics = {
+        name: feature for table in tables for name, feature in zip(features[table.name], table.features, strict=True)
+    }
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name, num_embeddings=table.rows, embedding_dim=table.dim, feature_names=features[table.name]
+        )
+        for table in tables
+    ]
+    model, sharders = nn.Module(), get_default_sharders()
+    model.sparse = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+    reader = OptionReader(statistics=TableStatistics(statistics), sharders=sharders)
+    context = PlanningContext(topology, reader, checkpoint, sharders=sharders)
+    options = context.enumerator(batch_size, _Unrated()).enumerate(model, sharders)
+    read = context.read(context.usable_options(options))
+    return read, context.cost(read)
+
+
+def _short_of_memory(cost: Cost, fill: float, device: str) -> Cost:
+    """Return the costs on ranks whose memory is ``fill`` times an even share of the whole tables."""
+    problem, kind = cost.problem, MEMORY_KINDS.index("HBM" if device == "cuda" else "DDR")
+    whole_bytes = [
+        max(int(problem.needs_PM[option.parts, kind].sum()) for option in options if option.sharding_type == TW)
+        for options in problem.tables
+    ]
+    limits_DM = problem.limits_DM.clone()
+    limits_DM[:, kind] = int(fill * sum(whole_bytes) / problem.num_ranks)
+    return Cost(replace(problem, limits_DM=limits_DM), cost.compute, cost.latent_PH)
 
 
 def proposed_sets(
-    policy: AnyPolicy, tasks: Sequence[PricedTask], num_sets: int, seed: int, device: str = "cpu"
+    policy: Policy, tasks: Sequence[DrawnTask], num_sets: int, seed: int, device: str = "cpu"
 ) -> list[list[Workload]]:
-    """What the policy puts on one device in sampled placements of its training tasks, with random optimizers: sets
-    worth measuring, because planning will meet their like."""
-    generator = torch.Generator().manual_seed(seed)
-    samples, mix = -(-num_sets // len(tasks)), GroupMix()
-    sets = []
-    for task in tasks:
-        environment = roll_out(policy, TaskBatch.collate([task.cost]), samples, generator).environment
-        assignment_ES = environment.assignments(0)[environment.alive_E]
-        device_E = torch.randint(task.cost.problem.num_ranks, (len(assignment_ES),), generator=generator)
-        for chosen_S in (assignment_ES == device_E[:, None]).tolist():
-            held = compress(task.workloads, chosen_S)
-            optimizer = mix.optimizer(torch.rand(1, generator=generator).item())
-            sets.append([replace(workload, optimizer=optimizer) for workload in held])
-    order = torch.randperm(len(sets), generator=generator).tolist()
+    """Return fused groups of single ranks in sampled plans of the training tasks, with random optimizers: sets worth
+    measuring, because planning will meet their like."""
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    samples, mix, sets = -(-num_sets // len(tasks)), GroupMix(), []
+    for drawn in tasks:
+        problem = drawn.task.problem
+        fused_P = [
+            workload.memory == "device" and not replicated
+            for workload, replicated in zip(drawn.read.workload_P, _is_replicated(drawn.read), strict=True)
+        ]
+        for sharding in roll_out(policy, drawn.task, samples, generator).shardings():
+            if sharding is None:
+                continue
+            rank_X, part_X = problem.laid(sharding)
+            groups: dict[int, list[Workload]] = {}
+            for part in part_X[rank_X == rng.randrange(problem.num_ranks)].tolist():
+                if fused_P[part]:
+                    groups.setdefault(int(problem.group_P[part]), []).append(drawn.read.workload_P[part])
+            optimizer = mix.optimizer(rng.random())
+            sets += [[replace(workload, optimizer=optimizer) for workload in held] for held in groups.values()]
+    rng.shuffle(sets)
     limits = work_limits(None, device, seed)
-    return [sets[index] for index in order if sets[index] and set_work(sets[index]) <= next(limits)]
+    return [held for held in sets if set_work(held) <= next(limits)][:num_sets]
 
 
-def validate_policy(
-    policy: AnyPolicy, compute: ComputeCost, tables: Sequence[Table], config: TrainingConfig
-) -> dict[str, Any]:
-    """Predicted cost of one greedy roll-out over each rule's, on tasks of held-out tables.
+def _is_replicated(read: ReadProblem) -> list[bool]:
+    """Return which parts are replicas, as of data-parallel tables, [P]."""
+    replicated = [False] * read.problem.num_parts
+    for options in read.problem.tables:
+        for option in options:
+            if SHARDING_TYPES[option.sharding_type].is_replicated:
+                for part in option.parts:
+                    replicated[part] = True
+    return replicated
 
-    Geometric means over the tasks that both place; infeasible tasks are counted.
+
+@torch.no_grad()
+def validate_policy(checkpoint: Checkpoint, tables: Sequence[Table], config: TrainingConfig) -> dict[str, Any]:
+    """Return the predicted cost of greedy roll-outs over that of each heuristic, on tasks of held-out tables.
+
+    All place whole tables alone. Geometric means over the tasks that both place; infeasible tasks are counted.
     """
-    tasks = priced_tasks(compute, tables, config.validation_tasks, config.tasks, config.seed + 7, config.device)
-    costs = [task.cost for task in tasks]
-    with torch.no_grad():
-        ours = torch.tensor([rated_ms(cost, greedy_plan(policy, cost)) for cost in costs])
-        infeasible, ratios = {"policy": int(ours.isinf().sum())}, {}
-        for rule in HEURISTICS:
-            theirs = torch.tensor([rated_ms(cost, place_by_heuristic(cost.problem, rule)) for cost in costs])
-            both = ours.isfinite() & theirs.isfinite()
-            ratios[rule] = round(float((ours[both] / theirs[both]).log().mean().exp()), 4)
-            infeasible[rule] = int(theirs.isinf().sum())
-    return {"policy_over_rule": ratios, "infeasible": infeasible, "tasks": config.validation_tasks}
-
-
-def rated_ms(cost: Cost, assignment_S: Tensor | None) -> float:
-    """Predicted overall cost of one placement; infinite where there is none."""
-    return float("inf") if assignment_S is None else float(cost.rate(assignment_S[None]).overall_ms_B[0])
+    tasks = drawn_tasks(checkpoint, tables, config.validation_tasks, config, config.seed + 7)
+    infeasible = dict.fromkeys(("policy", *HEURISTICS), 0)
+    logs: dict[str, list[float]] = {name: [] for name in HEURISTICS}
+    for drawn in tasks:
+        cost = drawn.task.cost
+        sharding = roll_out(checkpoint.policy, drawn.task, 1, types_EN=torch.tensor([WHOLE_ONLY])).shardings()[0]
+        if sharding is None:
+            infeasible["policy"] += 1
+            continue
+        chosen = cost.chosen(sharding)
+        for name in HEURISTICS:
+            if (rank_S := place_by_heuristic(chosen.cost.problem, name)) is None:
+                infeasible[name] += 1
+            else:
+                logs[name].append(math.log(cost.overall_ms(sharding) / cost.overall_ms(chosen.placed(rank_S))))
+    ratios = {name: round(math.exp(sum(some) / max(1, len(some))), 4) for name, some in logs.items()}
+    return {"policy_over_rule": ratios, "infeasible": infeasible, "tasks": len(tasks)}

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, prior_policy
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import remove_blocks
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.ranks import Ranks
+from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, pool_tables
 from dreamshard_planner.training.costs import fit, start_of, validate_cost
 from dreamshard_planner.training.measuring import measure, most_sets
-from dreamshard_planner.training.policies import PricedTask, improve, proposed_sets, validate_policy
+from dreamshard_planner.training.policies import DrawnTask, improve, proposed_sets, validate_policy
 from dreamshard_planner.workload.tables import Workload
 
 
@@ -42,7 +42,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
 
     datasets: list[CostDataset] = []
     round_share = (1 - config.test_share) / config.rounds
-    learned: tuple[Checkpoint, list[PricedTask]]
+    learned: tuple[Checkpoint, list[DrawnTask]]
 
     def proposed() -> list[list[Workload]]:
         checkpoint, tasks = learned
@@ -70,7 +70,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
 
 def learn(
     config: TrainingConfig, train_data: CostDataset, test_data: CostDataset, progress: bool = True
-) -> tuple[Checkpoint, list[PricedTask]]:
+) -> tuple[Checkpoint, list[DrawnTask]]:
     """Fit the cost network to measured sets, train a policy on it, and judge both on held-out tables.
 
     Returns:
@@ -80,7 +80,6 @@ def learn(
     train_sets, test_sets = LabelledSets.of_dataset(train_data), LabelledSets.of_dataset(test_data, train_data.usual_ms)
     start = start_of(config.start, train_sets)
     network = fit(config.fit, train_sets, progress, start.cost if start else None)
-    policy, statistics, tasks = improve(config, network, train_tables, progress)
     metadata = {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "started_from": f"{start.name}, measured on {start.measured_on}" if start else None,
@@ -92,32 +91,30 @@ def learn(
         "pools": list(config.pools),
         "extra_pools": list(config.extra_pools),
         "batch_sizes": np.unique(train_data.columns["batch_size"]).tolist(),
-        "validation": {
-            **validate_cost(network, test_sets),
-            **validate_policy(policy, network, test_tables, config),
-        },
+    }
+    priced = Checkpoint(prior_policy(), network, metadata)
+    statistics, tasks, made = improve(config, priced, train_tables, progress)
+    told = {
+        "validation": {**validate_cost(network, test_sets), **validate_policy(made, test_tables, config)},
         "reinforce": asdict(statistics[-1]),
     }
-    return Checkpoint(policy, network, metadata), tasks
+    return replace(made, metadata={**metadata, **told}), tasks
 
 
 def train_on_roofline(config: TrainingConfig, out: str | Path) -> Checkpoint:
-    """Train a policy on the roofline model, for topologies where nothing is measured; needs no hardware."""
+    """Train a policy from nothing on the roofline model, for topologies where nothing is measured; needs no
+    hardware."""
     check_writable(out)
-    from torchrec.distributed.planner.types import Topology
-
     config = replace(config, device="cuda")
     train_tables, test_tables = pool_tables(config.pools)
-    roofline = RooflineCost.of_topology(Topology(world_size=1, compute_device=config.device))
-    policy, statistics, _ = improve(config, roofline, train_tables, True)
     metadata = {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {},
         "hardware_name": "nothing: roofline model",
         "pools": list(config.pools),
-        "validation": validate_policy(policy, roofline, test_tables, config),
-        "reinforce": asdict(statistics[-1]),
     }
-    checkpoint = Checkpoint(policy, None, metadata)
-    checkpoint.save(out)
+    untrained = Checkpoint(Policy(PolicyConfig(), config.seed), None, metadata)
+    statistics, _, made = improve(config, untrained, train_tables, True)
+    told = {"validation": validate_policy(made, test_tables, config), "reinforce": asdict(statistics[-1])}
+    replace(made, metadata={**metadata, **told}).save(out)
     return Checkpoint.load(out)

@@ -15,10 +15,10 @@ import torch
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.policy.environment import OBSERVATIONS
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from paper.models import MaxOfTables, MeanOfTables, WithoutCosts
 from paper.networks import PaperCostConfig, PaperPolicy, PaperPolicyConfig, placement_labels, sent_bytes
+from paper.placement_mdp import OBSERVATIONS
 from paper.results import by_kind, compared, pooled, strongest_rule
 from paper.training import Published, Setting, halves, labelled_placements, named_placement, train_published
 from paper_experiment import main

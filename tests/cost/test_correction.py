@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.whole_tables import problem_of
 from dreamshard_planner import Checkpoint, CheckpointError
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cost.compute import OPTIMIZERS, AdjustedCost, Corrections, check_corrections
@@ -19,7 +20,6 @@ from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.sets import GroupMix, draw_sets
-from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.training.config import pool_tables
 from dreamshard_planner.workload.features import columns, feature_matrix, optimizer_of
 from dreamshard_planner.workload.tables import Workload

@@ -18,10 +18,9 @@ from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.collect import REFERENCE_SETS, collect
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
-from dreamshard_planner.measure.sets import BATCH_SIZES, draw_sets, set_work
+from dreamshard_planner.measure.sets import draw_sets, set_work
 from dreamshard_planner.planning.cost_sources import links_of
-from dreamshard_planner.policy import tasks
-from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
+from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.reuse import reuse_histogram
 from tests.measure.test_kernels import workload
 
@@ -121,15 +120,6 @@ def test_launch_bound_runs_get_a_longer_head_start(
     assert len(moves) == 1 + runs + 1
     assert cuda.launch_bound([first, second]) == share
     assert cuda.elapsed_ms([first, second]).tolist() == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def test_tasks_and_sets_follow_the_device() -> None:
-    roofline = resolve("auto", "cuda").compute_cost(Topology(world_size=1, compute_device="cuda"))
-    tables = pool_tables(["merlin_tiny"])[0]
-    for kind in ("cpu", "cuda"):
-        drawn = priced_tasks(roofline, tables, 30, TrainingConfig().tasks, seed=0, device=kind)
-        assert {w.batch_size for task in drawn for w in task.workloads} == set(tasks.BATCH_SIZES[kind])
-        assert set(tasks.BATCH_SIZES[kind]) <= set(BATCH_SIZES[kind])  # the cost network knows them
 
 
 def test_a_fit_of_two_hosts_is_for_two_hosts() -> None:

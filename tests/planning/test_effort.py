@@ -17,11 +17,12 @@ from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner.checkpoints.checkpoint import prior_policy
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.baseline import torchrec_plan
-from dreamshard_planner.policy import joint_network
-from dreamshard_planner.policy.joint_network import joint_starts, shipped_joint_policy
+from dreamshard_planner.policy import network
+from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.search import exact
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, Deadline, portion
 from dreamshard_planner.search.few_moves import _Walk
@@ -102,15 +103,15 @@ def test_starts_roll_outs_and_group_moves_are_fewer_with_less_effort(monkeypatch
     moves = group_moves(cost, asked, level[0])
     assert group_moves(cost, asked, level[0], THOROUGH) == moves
     assert 0 < len(group_moves(cost, asked, level[0], QUICK)) < len(moves) / 2
-    episodes, play = [], joint_network.joint_roll_out
+    episodes, play = [], network.roll_out
 
     def counted(policy: Any, task: Any, count: int, *rest: Any) -> Any:
         episodes.append(count)
         return play(policy, task, count, *rest)
 
-    monkeypatch.setattr(joint_network, "joint_roll_out", counted)
+    monkeypatch.setattr(network, "roll_out", counted)
     for effort in (QUICK, 1.0, THOROUGH):
-        joint_starts(cost, shipped_joint_policy(), asked, level, effort=effort)
+        policy_starts(cost, prior_policy(), asked, level, effort=effort)
     assert episodes[0] < episodes[1] == episodes[2]
 
 

@@ -1,109 +1,140 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The estimated MDP and the tasks that policies train in."""
+"""The estimated MDP, and roll-outs of the policy in it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from placement_tasks import ROOFLINE, make_cost, storage_problem, tables
+from placement_tasks import make_cost
+from sharding_tasks import RANKS, sharding_cost
 
+from common.whole_tables import rolled_out as rolled_out_whole
+from dreamshard_planner.checkpoints.checkpoint import prior_policy
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.errors import TaskError
-from dreamshard_planner.policy.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
-from dreamshard_planner.policy.network import Policy, PolicyConfig, roll_out, score_rollout
-from dreamshard_planner.policy.tasks import TaskConfig, draw_tasks, problem_of
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.policy.mdp import RULES, TYPES, EstimatedMDP, ShardingTask
+from dreamshard_planner.policy.network import SUBSETS, Policy, PolicyConfig, policy_starts, roll_out, subset_types
+from dreamshard_planner.search.starts import JointOptions, level_starts
 
 
-def test_environment_matches_the_rating() -> None:
-    costs = [make_cost(7, 3, groups=2), make_cost(4, 2), make_cost(5, 4, seed=3)]
-    rollout = roll_out(Policy(PolicyConfig()), TaskBatch.collate(costs), 3, torch.Generator().manual_seed(0))
-    environment = rollout.environment
-    for task, cost in enumerate(costs):
-        assignment_ES = environment.assignments(task)
-        rated = cost.rate(assignment_ES)
-        episodes = slice(3 * task, 3 * task + 3)
-        devices = cost.problem.num_ranks
-        predicted_ED = environment.device_ms_ED2[episodes, :devices].sum(-1)
-        torch.testing.assert_close(predicted_ED, rated.device_ms_BD.float(), rtol=1e-4, atol=1e-5)
-        assert environment.action_ES[episodes].max() < devices
-        torch.testing.assert_close(environment.overall_ms()[episodes], rated.overall_ms_B.float())
+def task_of(cost: Cost) -> ShardingTask:
+    return ShardingTask(cost, JointOptions(cost))
 
 
-def test_shards_come_hardest_first() -> None:
-    cost = make_cost(8, 2)
-    order = TaskBatch.collate([cost]).order_TS[0]
-    placed = cost.single_ms_P[order]
-    assert (placed.diff() <= 0).all()
+def starts_of(cost: Cost, policy: Policy, seconds: float | None = None) -> list[Sharding]:
+    asked = JointOptions(cost)
+    return policy_starts(cost, policy, asked, level_starts(cost, asked), seconds)
 
 
-def test_excess_is_zero_on_the_best_device() -> None:
-    environment = EstimatedMDP(TaskBatch.collate([make_cost(5, 3)]), 1)
-    excess = environment.observe().channels_EDO[..., OBSERVATION_INDEX["excess"]]
-    assert excess.tolist() == [[0.0, 0.0, 0.0]]
+def rolled_out(cost: Cost, episodes: int = 8, seed: int = 0, types_EN: torch.Tensor | None = None) -> EstimatedMDP:
+    generator, policy = torch.Generator().manual_seed(seed), Policy(PolicyConfig())
+    torch.nn.init.zeros_(policy.log_greediness)  # choices that differ
+    return roll_out(policy, task_of(cost), episodes, generator, types_EN)
 
 
-def test_memory_that_nobody_needs_binds_nobody() -> None:
-    problem = make_cost(4, 2, memory_bytes=10**9).problem
-    with_unused = replace(
-        problem,
-        needs_PM=torch.cat([torch.zeros_like(problem.needs_PM), problem.needs_PM], dim=-1),
-        limits_DM=torch.cat([torch.zeros_like(problem.limits_DM), problem.limits_DM], dim=-1),
-    )
-    free = []
-    for variant in (problem, with_unused):
-        mdp = EstimatedMDP(TaskBatch.collate([Cost(variant, ROOFLINE)]), 1)
-        free.append(mdp.observe().channels_EDO[..., OBSERVATION_INDEX["free_memory"]])
-    assert torch.equal(*free) and free[0].min() > 0.9
+@pytest.mark.parametrize("seed", range(4))
+def test_running_sums_are_the_rating(seed: int) -> None:
+    cost = sharding_cost(6, seed, latency_ms=0.05)
+    environment = rolled_out(cost)
+    plans = environment.shardings()
+    rated = torch.tensor([cost.overall_ms(plan) for plan in plans])
+    predicted = environment.relative_cost() * environment.task.level_ms
+    torch.testing.assert_close(predicted, rated.double(), rtol=1e-6, atol=0)
+    assert len(set(plans)) > 1
 
 
-def test_memory_is_masked_when_acting_and_in_the_gradient() -> None:
-    cost = Cost(storage_problem([4, 4, 4, 4], [8, 8]), ROOFLINE)
-    policy = Policy(PolicyConfig())
-    rollout = roll_out(policy, TaskBatch.collate([cost]), 16, torch.Generator().manual_seed(0), record=True)
-    assert cost.problem.fits(rollout.environment.assignments(0)).all()
-    log_probability_SE, entropy_SE = score_rollout(policy, rollout)
-    forced_SE = rollout.legal_SED.sum(-1) == 1
-    assert forced_SE.any()
-    assert log_probability_SE[forced_SE].abs().max() == 0 and entropy_SE[forced_SE].abs().max() == 0
+@pytest.mark.parametrize("memory", [420, 600])
+def test_plans_keep_within_memory(memory: int) -> None:
+    cost = sharding_cost(8, memory=memory)
+    plans = [plan for plan in rolled_out(cost, 16).shardings() if plan is not None]
+    assert plans
+    assert all(bool(cost.problem.fits(plan)) for plan in plans)
 
 
 def test_dead_ends_are_infeasible_not_crashes() -> None:
-    cost = Cost(storage_problem([3, 3, 3], [4, 4]), ROOFLINE)
-    environment = roll_out(Policy(PolicyConfig()), TaskBatch.collate([cost]), 4, torch.Generator()).environment
+    cost = sharding_cost(8, memory=60)
+    environment = rolled_out(cost, 4)
     assert not environment.alive_E.any()
-    assert environment.overall_ms().isinf().all()
+    assert environment.relative_cost().isinf().all()
+    assert environment.shardings() == [None] * 4
+    assert starts_of(cost, Policy(PolicyConfig())) == []
 
 
-def test_padding_does_not_change_a_task() -> None:
-    small, large = make_cost(5, 2), make_cost(12, 6, seed=4)
-    policy = Policy(PolicyConfig(), seed=2)
-    torch.nn.init.normal_(policy.score.weight, generator=torch.Generator().manual_seed(0))
-    alone = roll_out(policy, TaskBatch.collate([small]), 1).environment.assignments(0)
-    beside = roll_out(policy, TaskBatch.collate([small, large]), 1).environment.assignments(0)
-    assert torch.equal(alone, beside)
+def test_episodes_use_the_types_that_they_may() -> None:
+    cost = sharding_cost(6)
+    plans = rolled_out(cost, len(SUBSETS), types_EN=subset_types()).shardings()
+    for plan, subset in zip(plans, SUBSETS, strict=True):
+        used = {options[at].sharding_type for options, at in zip(cost.problem.tables, plan.options, strict=True)}
+        assert used <= set(subset)
 
 
-def test_drawn_tasks_leave_room_for_placement() -> None:
-    """No table takes more than its share where others can replace it, and what was drawn stays reproducible."""
+def test_given_options_are_laid_down_anew() -> None:
+    cost = sharding_cost(6)
+    options = (0, 1, 2, 3, 4, 0)
+    option_ET = torch.tensor([options, (-1,) * 6])
+    environment = roll_out(Policy(PolicyConfig()), task_of(cost), 2, option_ET=option_ET)
+    assert environment.shardings()[0].options == options
+    assert environment.shardings()[1].options != options
 
-    def single_ms(workloads: Sequence[Workload]) -> torch.Tensor:
-        return Cost(problem_of(workloads, 1), ROOFLINE).single_ms_P
 
-    config = TaskConfig(min_tables=4, max_tables=40, devices=(2, 4, 8), heaviest=0.6)
-    drawn = draw_tasks(tables(400), 30, config, 0, single_ms)
-    for task in drawn:
-        single_ms_S = single_ms(task.workloads)
-        assert len(task.workloads) >= 2 * task.problem.num_ranks
-        assert float(single_ms_S.max()) <= 0.6 * float(single_ms_S.sum()) / task.problem.num_ranks
-        assert len({workload.name for workload in task.workloads}) == len(task.workloads)
-    assert [task.workloads for task in draw_tasks(tables(400), 30, config, 0, single_ms)] == [
-        t.workloads for t in drawn
-    ]
-    few = draw_tasks(tables(5), 3, replace(config, min_tables=5), 0, single_ms)  # nothing to replace a table with
-    assert all(len(task.workloads) == 5 for task in few)
-    with pytest.raises(TaskError, match="heaviest must be positive.*-1"):
-        replace(config, heaviest=-1)
+def test_units_of_an_option_lie_on_ranks_of_their_own_or_where_they_are_pinned() -> None:
+    cost = sharding_cost(6)
+    columns = torch.tensor([[kind == "column_wise" for kind in TYPES]])
+    (plan,) = rolled_out(cost, 1, types_EN=columns).shardings()
+    assert all(len(set(places)) == 2 for places in plan.positions)
+    options = cost.problem.tables[0]
+    pinned = (replace(options[1], pinned=(3, 1)), replace(options[2], pinned=(1,)))
+    tables = (pinned, *cost.problem.tables[1:])
+    fixed = Cost(replace(cost.problem, tables=tables), cost.compute, cost.latent_PH)
+    assert {plan.positions[0] for plan in rolled_out(fixed).shardings()} <= {(3, 1), (1,)}
+
+
+def test_tables_come_dearest_first() -> None:
+    task = task_of(sharding_cost(6))
+    levels = [task.actions(step).level for step in range(6)]
+    assert levels == sorted(levels, reverse=True)
+    assert sum(levels) == pytest.approx(1.0)
+    assert task.left_T[0] == 1.0
+
+
+def test_a_table_with_more_slices_than_ranks_is_left_to_others() -> None:
+    cost = sharding_cost(2)
+    columns = cost.problem.tables[0][1]
+    many = replace(columns, units=columns.units * RANKS)
+    sliced = Cost(replace(cost.problem, tables=((many,), cost.problem.tables[1])), cost.compute, cost.latent_PH)
+    assert starts_of(sliced, Policy(PolicyConfig())) == []
+
+
+@pytest.mark.parametrize("policy", [Policy(PolicyConfig()), prior_policy()])
+def test_equal_whole_tables_are_evened_out(policy: Policy) -> None:
+    cost = sharding_cost(1)
+    whole = cost.problem.tables[0][:1]
+    problem = replace(cost.problem, tables=(whole,) * (2 * RANKS), names=("t",) * 2 * RANKS)
+    plan = starts_of(Cost(problem, cost.compute, cost.latent_PH), policy)[0]
+    assert sorted(places[0] for places in plan.positions) == sorted([*range(RANKS)] * 2)
+
+
+def test_whole_tables_are_the_special_case_of_one_option() -> None:
+    cost = make_cost(17, 4)
+    rank_S = rolled_out_whole(prior_policy(), cost)
+    assert rank_S.shape == (17,) and int(rank_S.max()) < 4
+    in_order_S = torch.arange(17) % 4
+    assert cost.rate(rank_S[None]).overall_ms_B < cost.rate(in_order_S[None]).overall_ms_B
+
+
+def test_rules_with_the_same_positions_are_one_action() -> None:
+    environment = EstimatedMDP(task_of(sharding_cost(3)), 1)
+    legal_OK = environment.observe().legal_EA.view(-1, len(RULES))
+    assert legal_OK.sum(-1).tolist() == [1] * len(legal_OK)  # ranks are empty: all rules say the first
+
+
+def test_starts_come_cheapest_first_and_are_given_up_when_late() -> None:
+    cost = sharding_cost(8, 3)
+    with pytest.raises(TimeoutError):
+        starts_of(cost, prior_policy(), seconds=0.0)
+    starts = starts_of(cost, prior_policy())
+    assert starts_of(cost, prior_policy(), seconds=1000.0) == starts != []
+    costs = [cost.overall_ms(start) for start in starts]
+    assert costs == sorted(costs)

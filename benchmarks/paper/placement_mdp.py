@@ -62,11 +62,7 @@ class TaskBatch:
     needs_TSM: Tensor
     limits_TDM: Tensor
     device_mask_TD: Tensor
-    preload_TDGH: Tensor
-    """Latents of what lies on the devices before the first step."""
     num_groups: int
-    num_rules: int = 0
-    """See :class:`~dreamshard_planner.cost.problem.Problem`."""
 
     @classmethod
     def collate(cls, costs: Sequence[Cost]) -> TaskBatch:
@@ -81,7 +77,6 @@ class TaskBatch:
 
         seen = costs[0].compute.approximate_channels
         problems = [cost.problem for cost in costs]
-        num_groups = max(problem.num_groups for problem in problems)
         return cls(
             costs=tuple(costs),
             order_TS=pad(orders, -1),
@@ -93,9 +88,7 @@ class TaskBatch:
             needs_TSM=in_order(problem.needs_PM for problem in problems),
             limits_TDM=pad([problem.limits_DM for problem in problems], -1),
             device_mask_TD=pad([torch.ones(problem.num_ranks, dtype=torch.bool) for problem in problems]),
-            preload_TDGH=_preloads(costs, num_groups, seen),
-            num_groups=num_groups,
-            num_rules=problems[0].num_rules,
+            num_groups=max(problem.num_groups for problem in problems),
         )
 
     @property
@@ -105,16 +98,6 @@ class TaskBatch:
     @property
     def step_mask_TS(self) -> Tensor:
         return self.order_TS >= 0
-
-
-def _preloads(costs: Sequence[Cost], num_groups: int, seen: int | None) -> Tensor:
-    """Latents of preloads as approximate costs read them, padded."""
-    num_devices = max(cost.problem.num_ranks for cost in costs)
-    preload_TDGH = torch.zeros(len(costs), num_devices, num_groups, costs[0].latent_PH[:, :seen].shape[1])
-    for preload_DGH, cost in zip(preload_TDGH, costs, strict=True):
-        if cost.preload is not None:
-            preload_DGH[: cost.problem.num_ranks, : cost.problem.num_groups] = cost.preload.latent_DGH[..., :seen]
-    return preload_TDGH
 
 
 @dataclass(frozen=True)
@@ -143,28 +126,17 @@ class EstimatedMDP:
         self.step_index = 0
         self._by_step: dict[str, tuple[Tensor, ...]] = {}
         self._device_mask_ED = tasks.device_mask_TD[self.task_E]
-        self._start_from(tasks.preload_TDGH)
+        channels = tasks.latent_TSH.shape[-1]
+        self.latent_EDGH = torch.zeros(episodes, num_devices, tasks.num_groups, channels)
+        self.group_ms_EDG2 = torch.zeros(episodes, num_devices, tasks.num_groups, 2)
+        self.device_ms_ED2 = torch.zeros(episodes, num_devices, 2)
         self._devices_E = self._device_mask_ED.sum(-1).float()
         self._total_ms_E = tasks.single_ms_TS.sum(-1)[self.task_E].clamp_min(1e-9)
         self._ideal_ms_E = self._total_ms_E / self._devices_E
         self._ideal_bytes_E = (tasks.output_bytes_TS.sum(-1)[self.task_E] / self._devices_E).clamp_min(1e-9)
         self._limits_EDM = self.free_EDM.clamp_min(1).float()
-        # Memory that no shard asks for binds nobody, however little of it there is; the policy never saw rules.
-        needed_TM = tasks.needs_TSM.sum(1) > 0
-        needed_TM[:, needed_TM.shape[1] - tasks.num_rules :] = False
-        self._needed_EDM = needed_TM[self.task_E][:, None]
-
-    def _start_from(self, preload_TDGH: Tensor) -> None:
-        """Lay the preload down. What every device has of it is no difference between them: the policy, trained on
-        devices that start empty, sees loads above that of the least loaded device."""
-        group_ms_TDG2 = self.tasks.costs[0].compute.approximate_ms(preload_TDGH)
-        device_ms_TD2 = group_ms_TDG2.sum(2)
-        least_TD = device_ms_TD2.sum(-1).masked_fill(~self.tasks.device_mask_TD, torch.inf).argmin(-1)
-        common_T12 = device_ms_TD2[torch.arange(len(least_TD)), least_TD][:, None]
-        self.latent_EDGH = preload_TDGH[self.task_E].clone()
-        self.group_ms_EDG2 = group_ms_TDG2[self.task_E].clone()
-        self.device_ms_ED2 = device_ms_TD2[self.task_E].clone()
-        self._common_E12 = common_T12[self.task_E]
+        # Memory that no shard asks for binds nobody, however little of it there is.
+        self._needed_EDM = (tasks.needs_TSM.sum(1) > 0)[self.task_E][:, None]
 
     def _current(self, name: str) -> Tensor:
         """Values of the shard at hand, per episode; spread over episodes once for all steps."""
@@ -193,8 +165,7 @@ class EstimatedMDP:
 
     def _channels(self, legal_ED: Tensor, left_EDM: Tensor) -> Tensor:
         ideal_E1 = self._ideal_ms_E[:, None]
-        before_ED2, after_ED2 = self.device_ms_ED2 - self._common_E12, self._after_ED2 - self._common_E12
-        before_ED, after_ED = before_ED2.sum(-1), after_ED2.sum(-1)
+        before_ED, after_ED = self.device_ms_ED2.sum(-1), self._after_ED2.sum(-1)
         shard_E1 = self._current("single_ms_TS")[:, None]
         unit_E1 = shard_E1.clamp_min(1e-9)
         best_E1 = after_ED.masked_fill(~legal_ED, torch.inf).amin(-1, keepdim=True)
@@ -218,7 +189,7 @@ class EstimatedMDP:
             [
                 torch.stack(per_device, -1),
                 per_episode[:, None].expand(-1, before_ED.shape[1], -1),
-                before_ED2 / ideal_E1[..., None],
+                self.device_ms_ED2 / ideal_E1[..., None],
             ],
             dim=-1,
         )

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The joint estimated MDP: an action says how the next table is split, and where its units go.
+"""The estimated MDP: an action says how the next table is split, and where its units go.
 
 A rank has *heights*: its compute, and of every collective the milliseconds of what it sends. The cost of a plan is the
 sum, over compute and collectives, of the highest rank's height, and the start-up of the collectives that carry
@@ -76,7 +76,7 @@ class TableActions:
     """What the options are, float32 [O, DESCRIBED]."""
 
 
-class JointTask:
+class ShardingTask:
     """A problem whose tables are sharded one after the other.
 
     Args:
@@ -215,7 +215,7 @@ class Choices:
     legal_EA: Tensor
 
 
-class JointMDP:
+class EstimatedMDP:
     """Episodes of one task side by side.
 
     Args:
@@ -227,7 +227,7 @@ class JointMDP:
     """
 
     def __init__(
-        self, task: JointTask, episodes: int, types_EN: Tensor | None = None, option_ET: Tensor | None = None
+        self, task: ShardingTask, episodes: int, types_EN: Tensor | None = None, option_ET: Tensor | None = None
     ) -> None:
         problem, ranks = task.problem, task.problem.num_ranks
         self.task, self.types_EN, self.option_ET, self.step_index = task, types_EN, option_ET, 0
