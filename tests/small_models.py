@@ -38,7 +38,7 @@ def topology(world_size: int = 2, memory: int = 2**34, device: str = "cpu") -> T
 
 
 def planner(**arguments) -> DreamShardPlanner:
-    arguments.setdefault("topology", topology())
+    arguments = {"topology": topology(), "effort": "quick"} | arguments
     return DreamShardPlanner(batch_size=64, stats=[], debug=False, **arguments)
 
 

@@ -148,6 +148,7 @@ def large(count: int, gib: float, ddr_gib: int = 128, **changes: Any) -> DreamSh
     """Tables of so many GiB on 8 GPUs of 80, planned by bandwidths; the planner after planning."""
     tables = collection(*(table(f"t{i}", int(gib * GIB) // 256, 64) for i in range(count)))
     topology = Topology(8, "cuda", hbm_cap=80 * GIB, ddr_cap=ddr_gib * GIB, local_world_size=8, hbm_mem_bw=3e9)
+    changes = {"effort": "quick"} | changes
     made = DreamShardPlanner(topology=topology, batch_size=2048, stats=[], debug=False, **changes)
     made.plan(tables, SHARDERS)
     return made
@@ -222,7 +223,7 @@ def test_caches_have_the_size_that_serves_the_plan_unless_somebody_gave_one() ->
     """Where caches of a fifth of all rows do not fit, smaller ones do."""
     known = read_unevenly(8, 400)
     only = {f"t{i}": ParameterConstraints(compute_kernels=[CACHED]) for i in range(8)}
-    chosen = large(8, 400, ddr_gib=1024, statistics=known, constraints=only)
+    chosen = large(8, 400, ddr_gib=1024, statistics=known, constraints=only, effort="default")
     assert len(sizes_of(chosen)) > 1 and None not in sizes_of(chosen)
     assert all(max(memory.used_bytes) <= min(memory.limit_bytes) for memory in chosen.report().memory)
 

@@ -97,7 +97,7 @@ def test_many_proposals_are_compared_before_the_best_is_searched_on(monkeypatch:
 def test_a_given_performance_model_decides() -> None:
     """TorchRec's, which wants the fullest rank as empty as it can be."""
     devices, model = topology(device="cuda"), collection(*(table(f"t{i}", 100_000 * (i + 1)) for i in range(6)))
-    made = planner(topology=devices, performance_model=NoopStorageModel(devices))
+    made = planner(topology=devices, performance_model=NoopStorageModel(devices), effort="default")
     made.plan(model, SHARDERS)
     theirs = EmbeddingShardingPlanner(
         topology=devices, batch_size=64, performance_model=NoopStorageModel(devices), stats=[], debug=False
