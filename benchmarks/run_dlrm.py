@@ -49,6 +49,7 @@ from dlrm.steps import Trainee, train_side_by_side
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
+from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.pools import named_pool
 
@@ -102,7 +103,7 @@ def tell(result: Result, kind: str) -> None:
         console.print(f"written: {config.json}")
     if config.report:
         title = f"{config.tables} in a DLRM: {result.world_size} {kind} ranks"
-        result.report.save_html(config.report, f"{title}, {config.batch_size:,} samples each")
+        save_html(result.report, config.report, f"{title}, {config.batch_size:,} samples each")
         console.print(f"The report of dreamshard's plan, with figures: {config.report}")
 
 

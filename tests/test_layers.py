@@ -23,28 +23,26 @@ def modules() -> dict[str, Path]:
     return {".".join(parts.parts).removesuffix(".__init__"): path for path, parts in paths.items()}
 
 
-def imported(tree: ast.AST, late: bool) -> Iterator[str]:
-    """What a module imports where it is loaded, and ``late``, in its functions; not what only a type checker sees."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            continue
-        if isinstance(node, ast.FunctionDef) and not late:
-            continue
+def imported(path: Path) -> Iterator[str]:
+    """Names that a module imports: where it is loaded, in its functions, and for type checkers alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        else:
-            yield from imported(node, late)
 
 
-def graph(late: bool = True) -> dict[str, set[str]]:
-    """Modules of the package that each module imports."""
+def graph() -> dict[str, set[str]]:
+    """Modules of the package that each module imports; not those of the API's names, which are imported when asked
+    for."""
     known = modules()
-    names = {module: imported(ast.parse(path.read_text()), late) for module, path in known.items()}
+    del known[ROOT.name]
+    found = {
+        module: {name for name in imported(path) if name.startswith(f"{ROOT.name}.")} for module, path in known.items()
+    }
     return {
-        module: {name if name in known else name.rpartition(".")[0] for name in of if name.startswith(ROOT.name)}
-        for module, of in names.items()
+        module: {name if name in known else name.rpartition(".")[0] for name in names} - {module, ROOT.name}
+        for module, names in found.items()
     }
 
 
@@ -64,4 +62,5 @@ def test_no_import_runs_up() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    TopologicalSorter({m: targets - {m, ROOT.name} for m, targets in graph(late=False).items()}).prepare()
+    """Also not where only a function or a type checker imports."""
+    TopologicalSorter(graph()).prepare()

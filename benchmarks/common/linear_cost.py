@@ -15,7 +15,7 @@ from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.workload.features import WORK, columns
 
 if TYPE_CHECKING:
-    from dreamshard_planner.cost.fit import LabelledSets
+    from dreamshard_planner.cost.labelled_sets import LabelledSets
 
 MIN_MS = 1e-3
 

@@ -29,7 +29,8 @@ from dreamshard_planner.cost.compute import (
     Corrections,
     complete_corrections,
 )
-from dreamshard_planner.cost.fit import LabelledSets, predict_ms
+from dreamshard_planner.cost.fit import predict_ms
+from dreamshard_planner.cost.labelled_sets import LabelledSets
 from dreamshard_planner.workload.features import FEATURE_INDEX, columns, optimizer_of
 
 DIRECTIONS = ("forward", "backward")

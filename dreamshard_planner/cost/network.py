@@ -22,18 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
+from dreamshard_planner.cost.labelled_sets import LabelledSets
 from dreamshard_planner.cost.roofline import Kernels, RooflineCost
 from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, Scaler, columns, optimizer_of
 from dreamshard_planner.workload.tables import OPTIMIZERS
-
-if TYPE_CHECKING:
-    from dreamshard_planner.cost.fit import LabelledSets
 
 NAMED_DESCRIPTORS = {
     "log2_rows": "rows",

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -260,12 +259,6 @@ class Report(Predicted):
 
         plans = {"chosen": told(self.chosen), "rivals": tuple(map(told, self.rivals))}
         return {"verdict": self.verdict, **document_of(self), **plans}
-
-    def save_html(self, path: str | Path, title: str | None = None) -> None:
-        """Write one HTML page; see :func:`dreamshard_planner.plans.page.save_html`."""
-        from dreamshard_planner.plans.page import save_html
-
-        save_html(self, path, title)
 
     def __str__(self) -> str:
         per_rank = "compute and collectives per rank" if self._estimate_ms else "compute per rank"

@@ -62,7 +62,7 @@ class Page(HTMLParser):
 
 def test_every_figure_of_the_report_is_on_the_page(planned: PlannedJob, tmp_path: Path) -> None:
     report = replace(planned.report, rivals=(*planned.report.rivals, ReportEntry.of("column_greedy", None)))
-    report.save_html(path := tmp_path / "report.html", title=f"Plan of {SCRIPT}")
+    save_html(report, path := tmp_path / "report.html", title=f"Plan of {SCRIPT}")
     page = Page(path)
     plans = [entry for entry in (report.chosen, *report.rivals) if entry.feasible]
     shown = [value for entry in plans for value in (max(entry.rank_ms), entry.collectives_ms, entry.total_ms)]
@@ -80,7 +80,7 @@ def test_every_figure_of_the_report_is_on_the_page(planned: PlannedJob, tmp_path
 
 
 def test_the_page_has_no_script_and_no_address(planned: PlannedJob, tmp_path: Path) -> None:
-    planned.report.save_html(path := tmp_path / "report.html", title=f"Plan of {SCRIPT}")
+    save_html(planned.report, path := tmp_path / "report.html", title=f"Plan of {SCRIPT}")
     page, source = Page(path), path.read_text()
     assert "http:" not in source and "https:" not in source and "@import" not in source and "url(" not in source
     assert "script" not in {tag for tag, _ in page.tags}
@@ -93,12 +93,12 @@ def test_a_thousand_ranks_and_a_plan_without_tables(planned: PlannedJob, tmp_pat
     chosen = ReportEntry("dreamshard", 4.0, 1.0, many, many)
     memory = (MemoryEntry("HBM", (2**30,) * 1024, (2**32,) * 1024),)
     table = TableEntry("a" * 500, "row_wise", "fused", tuple(range(1024)), (0.001,) * 1024)
-    replace(planned.report, chosen=chosen, rivals=(), memory=memory, tables=(table,)).save_html(tmp_path / "wide.html")
+    save_html(replace(planned.report, chosen=chosen, rivals=(), memory=memory, tables=(table,)), tmp_path / "wide.html")
     text = Page(tmp_path / "wide.html").text
     assert "0-1023" in text and f"{many[1000]:.3f}" in text and "a" * 500 in text
     nothing = ReportEntry("dreamshard", 0.0, 0.0, (0.0,), (0.0,))
     empty = replace(planned.report, chosen=nothing, rivals=(nothing,), memory=(), tables=())
-    empty.save_html(tmp_path / "empty.html")
+    save_html(empty, tmp_path / "empty.html")
     assert Page(tmp_path / "empty.html").sections() == ["ranks", "plans", "sources"]
 
 

@@ -25,6 +25,7 @@ from torchrec.distributed.types import ShardingType
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.kernels import KERNELS
@@ -146,7 +147,7 @@ def test_a_new_type_is_a_row(tmp_path: Path) -> None:
     report = made.report()
     assert report.sharding_types == {TOY: 2, "table_wise": 1}
     assert report.chosen.collectives_ms > 0 and TOY in str(made.explain())
-    report.save_html(tmp_path / "report.html")
+    save_html(report, tmp_path / "report.html")
     assert TOY in (tmp_path / "report.html").read_text()
     made.save_plan(tmp_path / "plan.json")
     saved = SavedPlan.load(tmp_path / "plan.json")
