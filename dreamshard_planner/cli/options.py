@@ -75,7 +75,7 @@ ThreadsOption = Annotated[int, typer.Option(min=1, help="Intra-op threads of a r
 QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
 EffortOption = Annotated[
     Effort | None,
-    typer.Option(help="How many plans the search tries; default: that of a given plan's file, else default."),
+    typer.Option(help="How many plans the search tries; default: a given plan's, else default; of what-if: quick."),
 ]
 CollectivesOption = Annotated[
     Path | None, typer.Option(help="JSON of python -m dreamshard_planner.measure.collectives, to keep and plan with.")

@@ -62,9 +62,7 @@ class OfflineModel:
         Raises:
             TaskError: tables say different things of a feature that they share; names them.
         """
-        module = nn.Module()
-        for kind, members in groupby(sorted(specs, key=_collection), key=_collection):
-            module.add_module(kind, _made(kind, list(members)))
+        of_kinds = {kind: list(group) for kind, group in groupby(sorted(specs, key=_collection), key=_collection)}
         constraints = {
             spec.name: ParameterConstraints(
                 sharding_types=None if spec.sharding_types is None else list(spec.sharding_types),
@@ -76,7 +74,8 @@ class OfflineModel:
             if any((spec.sharding_types, spec.compute_kernels, spec.min_partition, spec.cache))
         }
         told = _told(specs, name)
-        return cls(name, module, constraints, TableStatistics(told) if told else None, tuple(specs))
+        model = cls.of_modules(of_kinds, constraints, TableStatistics(told) if told else None, name)
+        return replace(model, specs=tuple(specs))
 
     @classmethod
     def of_modules(
@@ -92,9 +91,9 @@ class OfflineModel:
             made = _made(_collection(specs[0]), specs)
             if not path:
                 return cls(name, made, constraints, statistics)
-            *above, last = path.split(".")
+            above, _, last = path.rpartition(".")
             parent = root
-            for part in above:
+            for part in filter(None, above.split(".")):
                 if not hasattr(parent, part):
                     parent.add_module(part, nn.Module())
                 parent = getattr(parent, part)

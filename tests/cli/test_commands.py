@@ -99,14 +99,14 @@ def test_every_command_has_help_with_an_example_that_works(
     monkeypatch.chdir(folder)
     program, *arguments = shlex.split(info.epilog.removeprefix("Example: "))
     assert program == "dreamshard" and info.epilog.startswith("Example: ")
-    words = arguments[:2] if arguments[0] in ("stats", "checkpoint") else arguments[:1]
+    words = arguments[:2] if arguments[0] == "stats" else arguments[:1]
     assert "Example:" in run(*words, "--help").stdout
-    if words[0] in (*MEASURING, "checkpoint"):  # of a checkpoint: test_across_plans.py
+    if words[0] in MEASURING:
         return parse(*arguments)
     if words == ["stats", "parquet"]:
         pytest.importorskip("pyarrow")
         _parquet(folder / "day0.parquet")
-    if words[0] in ("explain", "what-if"):
+    if words[0] == "explain":
         arguments += ["--effort", "quick"]
     done = run(*arguments)
     assert done.stdout and (words != ["stats", "parquet"] or "hold no lists: user; name" in done.stderr)
@@ -194,7 +194,6 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
         (("plan", "--tables", EXAMPLE, "--gpus", "2", "--gpu", "h10", "--batch-size", "8"), "did you mean 'h100'"),
         (("plan", "--tables", EXAMPLE, "--gpus", "2", *TIGHT, "--batch-size", "8"), "do not fit"),
         (("plan", "--tables", EXAMPLE, "--gpus", "2", "--nodes", "2", "--gpu", "l4", "--batch-size", "8"), "network"),
-        (("plan", *SMALL, "--statistics", "gone.json"), "gone.json"),
         (("plan", *SMALL, "--checkpoint", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
         (
             ("plan", *SMALL, "--together", "user_id,brnd"),
@@ -204,7 +203,6 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
         (("plan", *SMALL, "--gpus", "1e9"), "up to 32,768 ranks, not for 1,000,000,000"),
         (("info", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
         (("info", "gone.json"), "gone.json: no such file"),
-        (("report", "gone.json"), "gone.json"),
         (("stats", "show", "gone.json"), "gone.json"),
         (("stats", "parquet", "gone.parquet", "--batch-size", "8", "--out", "x.json"), "gone.parquet"),
     ],
@@ -223,33 +221,24 @@ def test_mistakes_are_one_line_and_status_1(
     ("arguments", "reason"),
     [
         (("train", "--out", "nowhere/x.safetensors"), "nowhere"),
-        (("train", "--out", "."), "folder"),
         (("train", "--quick"), "--out"),
         (("train", "--roofline"), "--out"),
         (("fit", "--dataset", "x.npz", "--test-dataset", "y.npz", "--quick"), "--out"),
         (("train", "--out", "x.safetensors", "--seconds", "-1"), "--seconds"),
-        (("train", "--out", "x.safetensors", "--updates", "0"), "--updates"),
-        (("collect", "--out", "x.npz", "--device", "tpu"), "tpu"),
         (("collect", "--out", "x.npz", "--batch-sizes", "12,many"), "many"),
         (("plan", *SMALL, "--hbm", "80"), "80GiB"),
         (("plan", "--tables", EXAMPLE, "--gpus", "2", "--batch-size", "1.5"), "'1.5' is no whole number"),
-        (("plan", "--tables", EXAMPLE, "--gpus", "0", "--batch-size", "8"), "give one as 8192 or 1e6"),
         (("plan", *SMALL, "--inter-bandwidth", "200Gb"), "200Gb/s"),
         (("plan", *SMALL, "--sharding-types", "row_wise,diagonal"), "diagonal"),
-        (("plan", *SMALL, "--out", "nowhere/x.json"), "nowhere"),
         (("plan", *SMALL, "--together", "brand"), "groups of two tables"),
         (("plan", *SMALL, "--together", "brand,city", "--apart", "city,brand"), "are to be together and apart"),
         (("plan", *SMALL, "--on-ranks", "brand"), "give a table and its ranks"),
-        (("plan", *SMALL, "--on-ranks", "brand=0,x"), "'x' is neither a rank"),
         (("plan", *SMALL, "--on-ranks", "brand=3-0"), "'3-0' is neither a rank"),
         (("plan", *SMALL, "--on-ranks", "brand=0", "--on-ranks", "brand=1"), "names table 'brand' twice"),
         (("what-if", *SMALL, "--vary", "colour=1"), "colour"),
         (("explain", "--gpus", "2"), "give a plan, or what to plan: --tables, --batch-size missing"),
         (("explain", "plan.json", "--nodes", "2"), "plan.json says what to plan: leave out --nodes"),
         (("what-if", *SMALL, "--vary", "gpus=two"), "two"),
-        (("what-if", *SMALL, "--vary", "batch-size=0"), "batch-size=0"),
-        (("what-if", *SMALL, "--vary", "gpus="), "gpus="),
-        (("what-if", "plan.json", "--batch-size", "8"), "leave out --batch-size"),
         (("plan", *SMALL, "--sync-interval", "4"), "--sharding-group"),
         (("plan", *SMALL[:4], "--batch-size", "8", "--device", "cpu", "--host-memory", "1GB"), "--host-memory"),
         (("stats", "diff", "a.json", "b.json", "--gpu", "h100"), "--gpu: of planning"),
@@ -257,15 +246,10 @@ def test_mistakes_are_one_line_and_status_1(
         (("stats", "diff", "a.json", "b.json", "--worth", "0.1"), "--worth"),
         (("plan", *SMALL, "--format", "xml"), "xml"),
         (("plan", *SMALL, "--seed", "9" * 23), "--seed"),
-        (("calibrate", "--seed", "9" * 23), "--seed"),
         (("plan", *SMALL, "--search-seconds", "nan"), "--search-seconds"),
-        (("calibrate", "--seconds", "inf"), "--seconds"),
         (("calibrate", "--threads", "99999999"), "this machine has"),
-        (("collect", "--out", "x.npz", "--seconds", "inf"), "--seconds"),
         (("replan", "plan.json", "--steps", "9", "--restart-seconds", "inf"), "--restart-seconds"),
-        (("plan", *SMALL, "--batch-size", "9" * 400), "--batch-size"),
         (("plan", *SMALL, "--hbm", "9" * 400 + "GB"), "no size up to 1,048,576TiB"),
-        (("plan", *SMALL, "--hbm-bandwidth", "9" * 400 + "GB/s"), "no bandwidth"),
         (("plan", *SMALL, "--intra-bandwidth", ".00000001kb/s"), "no bandwidth from 1 byte"),
     ],
 )
@@ -372,7 +356,7 @@ def test_plans_say_what_to_explain_and_to_vary(folder: Path, tmp_path: Path) -> 
     for group in (*short["groups"], *long["groups"]):
         group["tables"] = sorted(group["tables"])  # a list of tables has an order of its own
     assert {**short, "tables": long["tables"]} == long
-    arguments = (plan, "--effort", "quick", "--vary", "gpus=4", "--format", "json")
+    arguments = (plan, "--vary", "gpus=4", "--format", "json")
     varied = json.loads(run("what-if", *arguments).stdout)
     assert "H100" in varied["base"]["machine"] and varied["base"]["ranks"] == 2 and varied["base"]["batch_size"] == 256
     assert varied["sweeps"]["ranks"][0]["ranks"] == 4
@@ -388,7 +372,6 @@ def test_commands_keep_the_effort_of_a_plan_unless_they_are_told_another(tmp_pat
     for plan, given in ((first, ("--effort", "quick")), (again, ())):
         run("replan", plan, "--steps", "9", *given, "--out", again)
         assert SavedPlan.load(again).inputs.settings["effort"] == "quick"
-    run("what-if", again, "--effort", "quick", "--vary", "gpus=1")
     assert "fast" in run("plan", *job, "--effort", "fast", status=2).stderr
 
 

@@ -10,30 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.workload.tables import Workload
 from tests.faults import dreamshard, ended, start, wait_for
 
-BLOCKS = {"collect": "x.blocks", "train": "x.test.blocks", "calibrate": "x.calibrate.blocks"}
+BLOCKS = {"collect": "x.blocks", "train": "x.test.blocks"}
 """The first folder that each command measures into."""
-COMMANDS = ("collect", "train", "calibrate", "fit")
-STOPS = [
-    ("collect", signal.SIGINT),
-    ("train", signal.SIGKILL),
-    ("calibrate", signal.SIGTERM),
-    ("fit", signal.SIGINT),
-]
+STOPS = [("collect", signal.SIGINT), ("train", signal.SIGKILL), ("fit", signal.SIGINT)]
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that was fitted to small tables, and a dataset."""
+    """A folder with a dataset."""
     folder = tmp_path_factory.mktemp("given")
-    checkpoint = resolve("auto", "cpu")
-    small = {"pools": ["merlin_tiny"], "extra_pools": [], "batch_sizes": [256]}
-    replace(checkpoint, metadata=checkpoint.metadata | small).save(folder / "small.safetensors")
     workload = Workload("t", 1000, 16, 256, 2.0, 300.0, (1.0,) + (0.0,) * 16)
     sets = [[replace(workload, rows=100 * size)] * size for size in range(1, 13)]
     times = [[[float(len(group)), 2.0 * len(group)]] * 2 for group in sets]
@@ -48,8 +39,6 @@ def arguments(command: str, folder: Path, given: Path) -> list[str]:
         "collect": ["--out", str(folder / "x.npz"), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2",
                     "--sets", "150"],
         "train": ["--out", str(folder / "x.safetensors"), "--quick", "--seconds", "90"],
-        "calibrate": ["--out", str(folder / "x.safetensors"), "--checkpoint", str(given / "small.safetensors"),
-                      "--seconds", "90"],
         "fit": ["--out", str(folder / "x.safetensors"), "--dataset", sets, "--test-dataset", sets,
                 "--quick", "--updates", "100000"],
     }[command]  # fmt: skip
@@ -81,12 +70,11 @@ def test_what_is_stopped_loses_nothing(command: str, stop: int, given: Path, tmp
         assert sets_in(blocks) >= held > 0
 
 
-@pytest.mark.parametrize("command", ["collect", "train"])
-def test_a_disk_that_fills_up_keeps_what_it_holds(command: str, given: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_keeps_what_it_holds(given: Path, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", tmp_path / "stderr"
     folder.mkdir()
-    blocks = folder / BLOCKS[command]
-    process = start(dreamshard, [command, *arguments(command, folder, given)], said, 1_500)
+    blocks = folder / BLOCKS["collect"]
+    process = start(dreamshard, ["collect", *arguments("collect", folder, given)], said, 1_500)
     assert ended(process) == [1]
     text = said.read_text()
     assert f"error: {blocks / 'rank0-0.npz'}: cannot be written: File too large" in text
@@ -94,11 +82,10 @@ def test_a_disk_that_fills_up_keeps_what_it_holds(command: str, given: Path, tmp
     assert [path.name for path in folder.iterdir()] == [blocks.name]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_read_only_folder_is_named_before_the_work(command: str, given: Path, tmp_path: Path) -> None:
+def test_a_read_only_folder_is_named_before_the_work(given: Path, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", tmp_path / "stderr"
     folder.mkdir(mode=0o555)
-    process = start(dreamshard, [command, *arguments(command, folder, given)], said, None, True)
+    process = start(dreamshard, ["fit", *arguments("fit", folder, given)], said, None, True)
     assert ended(process) == [2]
     assert "Permission denied" in " ".join(said.read_text().split()) and not list(folder.iterdir())
 

@@ -7,6 +7,7 @@ import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,18 +126,19 @@ def test_no_argument_of_a_topology_is_forgotten() -> None:
 @pytest.mark.parametrize("argument", OTHER)
 def test_each_argument_of_a_topology_comes_back_from_a_plan(argument: str) -> None:
     topology = Topology(**(BASE | {argument: OTHER[argument]}))
-    base = saved_of(model(), None, Topology(**BASE), cost_source="torchrec", sharding_types=["table_wise"])
-    made = DreamShardPlanner(topology=topology, batch_size=64, cost_source="torchrec", search_seconds=0.1)
+    given: dict[str, Any] = {"batch_size": 64, "cost_source": "torchrec", "sharding_types": ["table_wise"]}
+    base, made = (DreamShardPlanner(topology=each, effort="quick", **given) for each in (Topology(**BASE), topology))
+    base.read(model(), get_default_sharders())
     made.plan(model(), get_default_sharders())
     saved = made.saved_plan()
-    assert machine_differences(base.inputs.topology, saved.inputs.topology)
+    assert machine_differences(base.saved_plan(saved).inputs.topology, saved.inputs.topology)
     again = job_of(saved).machine.topology()
     assert topology_inputs(again) == saved.inputs.topology
     read = job_of(saved).read()
     assert read.predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
-    given = DreamShardPlanner(topology=again, batch_size=64, cost_source="torchrec", search_seconds=0.1)
-    given.plan(model(), get_default_sharders())
-    assert given.hash_planner_context_inputs_str() == made.hash_planner_context_inputs_str()
+    other = DreamShardPlanner(topology=again, effort="quick", **given)
+    other.plan(model(), get_default_sharders())
+    assert other.hash_planner_context_inputs_str() == made.hash_planner_context_inputs_str()
 
 
 def test_collectives_of_other_ranks_than_the_file_tells_are_refused() -> None:

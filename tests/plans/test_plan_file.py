@@ -250,7 +250,6 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "unknown entry": (_with(1, "surprise"), "unknown key 'surprise'"),
     "text for a number": (_with("0", *SHARD, "rank"), "sharding..t1.shards.0.rank: .*integer, got '0'"),
     "a rank too high": (_with(2, *SHARD, "rank"), "'t1' has a shard on rank 2, and the topology has ranks 0 to 1"),
-    "a rank below 0": (_with(-1, *SHARD, "rank"), "'t1' has a shard on rank -1"),
     "half a table": (
         _with([1000, 16], *SHARD, "size"),
         "'t1': 1 table_wise shard.* do not cover its 2000 rows of dim 16",
@@ -259,81 +258,36 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
         _with([1, 0], *SHARD, "offset"),
         r"size \(2000, 16\) at \(1, 0\) leaves its 2000 rows of dim 16",
     ),
-    "no shards": (_with([], *SHARD[:-1]), "0 table_wise shard.* do not cover"),
-    "notes that are no list": (_with(7, "predicted", "notes"), "predicted.notes: must be a valid array, got 7"),
     "a table less": (_without("sharding", "", "t1"), "inputs and sharding name different tables: t1"),
-    "a batch of none": (_with(0, "inputs", "batch_size"), "inputs.batch_size: .*equal to 1, got 0"),
     "a batch of too many": (
         _with(10**30, "inputs", "batch_size"),
         "inputs.batch_size: .*equal to 1099511627776, got 10",
     ),
-    "no hosts": (_with(0, *TOPOLOGY, "local_world_size"), "inputs.topology.local_world_size: .*equal to 1, got 0"),
     "memory of other ranks": (_with([1], *TOPOLOGY, "memory_bytes", "HBM"), "the HBM, DDR, SSD of all 2 ranks"),
     "a bandwidth less": (_without(*TOPOLOGY, "bandwidths", "HBM"), "bandwidths must be of HBM, DDR, .*"),
-    "a cache of less than none": (
-        _with(-0.5, "sharding", "", "t1", "cache_load_factor"),
-        "sharding..t1.cache_load_factor: .*equal to 0, got -0.5",
-    ),
-    "a cache of more than all": (
-        _with(1e300, "sharding", "", "t1", "cache_load_factor"),
-        r"cache_load_factor: .*equal to 1, got 1e\+300",
-    ),
-    "no kernel": (_with("", "sharding", "", "t1", "kernel"), "t1.kernel: .*"),
     "no sharding type": (_with("diagonal", "sharding", "", "t1", "sharding_type"), "must be one of .*, got 'diagonal'"),
     "row blocks of one rank": (
         _with("row_wise", "sharding", "", "t1", "sharding_type"),
         "'t1' is row_wise on rank .: .* shard on each of 2 ranks",
     ),
-    "replicas of one rank": (
-        _with("data_parallel", "sharding", "", "t1", "sharding_type"),
-        "'t1' is data_parallel on rank .: .* shard on each of 2 ranks",
-    ),
     "no dtype": (_with("float31", "inputs", "tables", "t1", "data_type"), "'float31' is no dtype of torch"),
     "no dtype to train": (_with("int64", "inputs", "tables", "t1", "data_type"), "'int64' is no .* weights train in"),
-    "a table that nothing reads": (_with([], "inputs", "tables", "t1", "features"), "t1.features: .*at least 1 item"),
-    "rows below none": (_with(-1, "inputs", "tables", "t1", "rows"), "t1.rows: .*equal to 0, got -1"),
-    "no device": (_with("tpu", *TOPOLOGY, "compute_device"), "compute_device: must be 'cpu', .* got 'tpu'"),
-    "memory below none": (
-        _with([-1] * 2, *TOPOLOGY, "memory_bytes", "HBM"),
-        "memory_bytes.HBM.0: .*equal to 0, got -1",
-    ),
     "no bandwidth": (_with(0.0, *TOPOLOGY, "bandwidths", "DDR"), "bandwidths: DDR must be greater than 0 on cpu"),
-    "a bandwidth below none": (_with(-1, *TOPOLOGY, "bandwidths", "SSD"), "bandwidths.SSD: .*equal to 0, got -1"),
-    "a bandwidth of NaN": (_with(NAN, *TOPOLOGY, "bandwidths", "HBM"), "bandwidths.HBM: .*equal to 0, got nan"),
     "a cost of NaN": (
         _with(NAN, *CHOSEN, "total_ms"),
         "chosen.total_ms: .*equal to 0, got nan",
     ),
-    "a cost below none": (
-        _with(-5.0, *CHOSEN, "total_ms"),
-        "chosen.total_ms: .*equal to 0, got -5.0",
-    ),
     "an infinite cost": (_with(INFINITE, *CHOSEN, "collectives_ms"), "a cost of dreamshard is infinite"),
-    "compute of NaN": (
-        _with([1.0, NAN], *CHOSEN, "forward_ms"),
-        "forward_ms.1: .*finite number, got nan",
-    ),
-    "compute below none": (
-        _with([-3.0, 1.0], *CHOSEN, "forward_ms"),
-        "forward_ms.0: .*equal to 0, got -3.0",
-    ),
     "a rival's infinite cost": (
         _with(None, "predicted", "rivals", 0, "total_ms"),
         "a cost of .* is infinite",
     ),
-    "a table's cost of NaN": (_with(NAN, "alone_ms", "t0"), "alone_ms.t0: .*finite number, got nan"),
-    "a table's cost below none": (_with(-1.0, "alone_ms", "t0"), "alone_ms.t0.*equal to 0, got -1.0"),
-    "memory taken below none": (_with([-1] * 2, "predicted", "memory", 0, "used_bytes"), "used_bytes.0: .*got -1"),
     "no table's cost": (_with({}, "alone_ms"), "alone_ms has no table"),
     "costs of other shards": (_with([1.0] * 9, "alone_ms", "t0"), "'t0' has 1 shards, and alone_ms of 9"),
     "a cost of no table": (_with(1.0, "alone_ms", "t9"), "costs and sharding name different tables: t9"),
     "a rival of other ranks": (
         _with([1.0] * 3, "predicted", "rivals", 0, "backward_ms"),
         "costs of 3 ranks are predicted, the topology has 2",
-    ),
-    "ranks less": (
-        _with([1.0], *CHOSEN, "forward_ms"),
-        "costs of 1 ranks are predicted, the topology has 2",
     ),
 }
 
@@ -411,7 +365,6 @@ def _plan_with(change: Callable[[dict], None]) -> Callable[[DreamShardPlanner, A
 
 IMPOSSIBLE: dict[str, tuple[Callable, type[Exception], str]] = {
     "no table": (lambda one, plan: [], PlannerError, "no sharding of 4 tables .* 't0', 't1', 't2', 't3'"),
-    "partial": (lambda one, plan: one.options[:3], PlannerError, "no sharding of a table that"),
     "partial plan": (_plan_with(lambda tables: tables.pop("t2")), PlannerError, "no sharding of a table.*'t2'"),
     "unknown": (
         _plan_with(lambda tables: tables.update(t22=tables["t2"])),
@@ -421,11 +374,6 @@ IMPOSSIBLE: dict[str, tuple[Callable, type[Exception], str]] = {
     "twice": (lambda one, plan: one.options + copy.deepcopy(one.options[:1]), PlannerError, "'t0' twice"),
     "no ranks": (_options_with([0, None, 0, 0]), PlannerError, r"'t1' has 1 shard\(s\) and ranks \[None\]"),
     "rank 2 of 2": (_options_with([0, 0, 2, 0]), PlannerError, "'t2' has a shard on rank 2, and .* ranks 0 to 1"),
-    "rank of a plan": (
-        _plan_with(lambda tables: setattr(tables["t1"], "ranks", [5])),
-        PlannerError,
-        "'t1' has a shard on rank 5",
-    ),
     "unknown type": (
         _plan_with(lambda tables: setattr(tables["t1"], "sharding_type", "diagonal")),
         PlannerError,
