@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torchrec.distributed.planner.types import (
     PerfModel,
     PlanLoader,
     PlannerError,
-    PlannerErrorType,
     Proposer,
     ShardingOption,
     Stats,
@@ -34,31 +33,34 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner import driver
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import DreamShardError, InputWarning
-from dreamshard_planner.planning.collective import check_patience, check_ranks, plan_on_rank_0
 from dreamshard_planner.planning.explanation import Explanation
-from dreamshard_planner.planning.hardware import RankHardware, gathered, read_topology, told
 from dreamshard_planner.planning.infeasible import reason_first
-from dreamshard_planner.planning.plan_inputs import PlanRequest
+from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
+from dreamshard_planner.planning.plan_notes import lost_optimizers
+from dreamshard_planner.planning.ranks import (
+    PlannedRanks,
+    check_ranks,
+    gathered,
+    plan_on_rank_0,
+    read_topology,
+    told,
+    topology_here,
+)
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.reservation import DefaultReservation
 from dreamshard_planner.planning.result import PlanResult
-from dreamshard_planner.planning.session import AnyPlan, PlanningSession
 from dreamshard_planner.planning.settings import PlannerSettings
-from dreamshard_planner.planning.training_notes import lost_optimizers
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
-from dreamshard_planner.search.effort import DEFAULT_EFFORT, Deadline
+from dreamshard_planner.search.effort import DEFAULT_EFFORT
 from dreamshard_planner.search_space.constraints import given_constraints
-from dreamshard_planner.search_space.modules import of_modules
-from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.torchrec_components.compat import group_timeout_seconds
-from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop, enumerated, estimator_of
+from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop
 from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -140,7 +142,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         sharding_groups: ShardingGroups | None = None,
         least_gain: float | None = None,
     ) -> None:
-        settings = PlannerSettings(
+        constraints = given_constraints(constraints)
+        self._settings = PlannerSettings(
+            given_batch_size=batch_size,
+            constraints=constraints,
+            timeout_seconds=timeout_seconds,
             statistics=statistics,
             seed=seed,
             effort=effort,
@@ -155,21 +161,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         )
         if placement_rules is not None and partitioner is not None:
             raise ValueError(f"placement_rules are kept by DreamShardPlanner's own partitioner, not by {partitioner!r}")
-        if topology is None and not dist.is_initialized():
-            raise DreamShardError(
-                "there is no process group to take the topology from: give topology=Topology(world_size=..., "
-                "compute_device=...), or call torch.distributed.init_process_group() first"
-            )
-        constraints = given_constraints(constraints)
         self._reads_topology, self._checkpoint, hardware = topology is None, checkpoint, ""
         if topology is None:
-            device = driver.compute_device()
-            alike = [RankHardware.here(device)] * dist.get_world_size()
-            topology = read_topology(device, alike)
-            hardware = told(topology, alike, "the driver of this rank")
-        ranks = _Ranks.of(topology, sharding_groups)
+            topology, hardware = topology_here()
+        self._ranks = PlannedRanks.of(topology, checkpoint, sharding_groups, hardware)
         super().__init__(
-            topology=ranks.topology,
+            topology=self._ranks.topology,
             batch_size=batch_size,
             enumerator=enumerator,
             storage_reservation=DefaultReservation() if storage_reservation is None else storage_reservation,
@@ -185,16 +182,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         )
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
-        self._request = PlanRequest(
-            batch_size=self._batch_size,
-            given_batch_size=batch_size,
-            constraints=constraints,
-            checkpoint=resolve_for(self._topology, checkpoint),
-            settings=settings,
-            timeout_seconds=timeout_seconds,
-            hardware=hardware,
-            **vars(ranks),
-        )
         self._loop: SearchLoop | None = None
         self._keeps = True  # TorchRec's plan, where ours gains too little
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
@@ -208,12 +195,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     @property
     def optimizers_attached(self) -> bool:
         """The argument of this name, for plans to come."""
-        return self._request.settings.optimizers_attached
+        return self._settings.optimizers_attached
 
     @optimizers_attached.setter
     def optimizers_attached(self, attached: bool) -> None:
-        settings = replace(self._request.settings, optimizers_attached=attached)
-        self._request = replace(self._request, settings=settings)
+        self._settings = replace(self._settings, optimizers_attached=attached)
 
     @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
@@ -227,14 +213,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         sharders = list(sharders)
         self._best_plan = None
         try:
-            clock = Deadline(self._request.seconds)
-            loop = self._begin(module, sharders, seconds=clock.left())
-            for text in loop.session.doubtful:
+            loop = self._begin(module, sharders)
+            for text in loop.model.doubtful:
                 warnings.warn(text, InputWarning, stacklevel=3)
-            try:
-                sharding_plan = self._search(module, sharders)
-            except PlannerError as error:
-                loop, sharding_plan = self._in_rows(module, sharders, loop.session, clock, error)
+            sharding_plan = self._search(module, sharders)
             if self._best_plan is None:
                 self._result = "the last planned module has no table that its sharders shard"
             else:
@@ -242,7 +224,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         except BaseException as error:
             self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
-        for lost in lost_optimizers(self._best_plan or [], loop.session.context.reader, self._topology.compute_device):
+        for lost in lost_optimizers(self._best_plan or [], loop.model.context.reader, self._topology.compute_device):
             warnings.warn(lost, stacklevel=3)
         return sharding_plan
 
@@ -256,23 +238,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         sharders = list(sharders)
         self._result = "the last module was read, and not planned"
-        self._begin(module, sharders, seconds=self._request.seconds)
+        self._begin(module, sharders)
         self._enumerator.enumerate(module, sharders)
 
-    def _begin(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[nn.Module]],
-        in_rows: frozenset[str] = frozenset(),
-        *,
-        seconds: float | None,
-    ) -> SearchLoop:
+    def _begin(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchLoop:
         """Read a module, and give TorchRec's loop what it runs with."""
         searches = self._given.enumerator is None and not isinstance(self.plan_loader, JsonPlanLoader)
-        beyond = estimator_of if searches and self._request.settings.exact_training else None
-        session = PlanningSession.of(self._request, module, sharders, self._storage_reservation, beyond, in_rows)
-        self._loop = loop = SearchLoop(session, self._given, self.plan_loader, self._keeps, seconds)
-        self._constraints = session.constraints
+        beyond = searches and self._settings.exact_training
+        model = ModelProblem.of(self._settings, self._ranks, module, sharders, self._storage_reservation, beyond)
+        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._keeps)
+        self._constraints = model.constraints
         self._enumerator, self._proposers = loop.enumerator, loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
         return loop
@@ -282,37 +257,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
-            reason = reason_first(error, self._proposers, self._request.timeout_seconds)
+            reason = reason_first(error, self._proposers, self._settings.timeout_seconds)
             raise PlannerError(reason, error.error_type) from None
-
-    def _in_rows(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[nn.Module]],
-        tried: PlanningSession,
-        clock: Deadline,
-        error: PlannerError,
-    ) -> tuple[SearchLoop, ShardingPlan]:
-        """The search once more where nothing fits, with modules in blocks of rows whose mean-pooled tables would
-        otherwise lie in none; raises ``error``, with what was tried, where nothing fits so either. A plan that is
-        loaded may come from such a search."""
-        told = str(error)
-        is_loaded = error.error_type in (
-            PlannerErrorType.PLAN_LOADING_FAILED,
-            PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
-        )
-        # Where something did fit, it was refused for another reason, such as a callback's.
-        if is_loaded or (self._num_proposals and not self._num_plans):
-            for in_rows in tried.rows_instead():
-                try:
-                    loop = self._begin(module, sharders, in_rows, seconds=clock.left())
-                    return loop, self._search(module, sharders)
-                except PlannerError as other:
-                    if is_loaded and other.error_type is error.error_type:
-                        continue
-                    first, _, _ = str(other).partition("\n")
-                    told += f"\nWith all tables {of_modules(in_rows)} in blocks of rows: {first}"
-        raise PlannerError(told, error.error_type) from None
 
     def collective_plan(
         self,
@@ -323,8 +269,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         device: str | None = None,
     ) -> ShardingPlan:
         """Plan on rank 0 and broadcast. As in TorchRec, what the other ranks were given does not matter. An error on
-        rank 0 is raised on every rank, so that none waits for ever, as
-        :func:`~dreamshard_planner.planning.collective.plan_on_rank_0` says.
+        rank 0 is raised on every rank, so that none waits for ever: a ``PlannerError`` as one, others as
+        ``DreamShardError``.
 
         Args:
             module: as TorchRec's.
@@ -336,9 +282,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             DreamShardError: where there is no process group; where its size is not that of the topology or a multiple
-                of it (in 2D parallelism every sharding group of ranks follows the same plan); or where the other ranks
-                would give up waiting before ``search_seconds`` are over. How long they wait is unknown for backends
-                that don't say.
+                of it (in 2D parallelism every sharding group of ranks follows the same plan).
         """
         if pg is None:
             pg = dist.group.WORLD
@@ -347,19 +291,22 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "collective_plan needs a process group: call torch.distributed.init_process_group() first, or "
                 "use plan(), which needs none"
             )
-        ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
+        ranks = pg.size()
 
         def device_to_read() -> str | None:
             """Return the kind of device to read; None to read nothing, as for the ranks of a single sharding group."""
-            all_ranks = self._request.all_ranks
+            all_ranks = self._ranks.all_ranks
             reads = self._reads_topology and (all_ranks is None or ranks == all_ranks.world_size)
             return (device or driver.compute_device()) if reads else None
 
         def make() -> ShardingPlan:
             if found is not None:
-                self._plan_for(*found)
-            check_ranks(self._topology.world_size, self._request.all_ranks, ranks, in_groups)
-            check_patience(ranks, patience_seconds, self._request.settings.search_seconds)
+                topology, settings = read_topology(*found), self._settings
+                self._ranks = PlannedRanks.of(
+                    topology, self._checkpoint, settings.sharding_groups, told(topology, found[1])
+                )
+                self._topology: Topology = self._ranks.topology
+            check_ranks(self._topology.world_size, self._ranks.all_ranks, ranks, in_groups)
             return self.plan(module, get_default_sharders() if sharders is None else sharders)
 
         try:
@@ -368,14 +315,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         finally:
             del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
 
-    def _plan_for(self, device: str, hardware: Sequence[RankHardware]) -> None:
-        """Take the topology of these ranks from now on."""
-        topology = read_topology(device, hardware)
-        ranks = _Ranks.of(topology, self._request.settings.sharding_groups)
-        self._topology: Topology = ranks.topology
-        checkpoint = resolve_for(ranks.topology, self._checkpoint)
-        self._request = replace(self._request, checkpoint=checkpoint, hardware=told(topology, hardware), **vars(ranks))
-
     @neutral()
     def hash_planner_context_inputs_str(self) -> str:
         """Digest, in hexadecimal, of all that the last plan was made from, the same in every process: what TorchRec's
@@ -383,19 +322,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         and types of the planner's parts. A ``plan_loader`` whose plan has another one is refused.
 
         Raises:
-            DreamShardError: before any plan, on this rank, unless an enumerator and a reservation are given that have
-                done their work.
+            DreamShardError: before any plan, on this rank; or the given enumerator keeps no search space.
         """
-        space = enumerated(self._enumerator)
-        reserved = getattr(self._storage_reservation, "last_reserved_topology", None)
-        if not space or reserved is None:
-            raise DreamShardError(
-                "there is no context to hash: plan first, on this rank, with an enumerator that keeps its search space"
-            )
         components = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
-        session = None if self._loop is None else self._loop.session
-        request, reader = (self._request, None) if session is None else (session.request, session.context.reader)
-        return request.digest(space, reader, reserved, components)
+        return self._model().digest(components)
 
     def hash_planner_context_inputs(self) -> int:
         """:meth:`hash_planner_context_inputs_str` as a number."""
@@ -475,11 +405,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         Raises:
             DreamShardError: no module was planned or read yet on this rank.
         """
-        session = self._model()
-        reader = session.context.reader
-        of_tables = (options[0] for options in by_table(session.search_space).values())
-        each = ((reader.declared(option).features, reader.pooling_factors(option)) for option in of_tables)
-        return {name: factor for names, factors in each for name, factor in zip(names, factors, strict=True)}
+        return self._model().lookups_per_sample()
 
     @neutral()
     def replan(
@@ -537,9 +463,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     def _afresh(self, statistics: TableStatistics | None) -> PlanResult:
         """The last module planned once more, by other statistics and without a plan loader, beside this planner."""
         other, model = copy.copy(self), self._model()
-        settings = model.request.settings
-        settings = replace(settings, statistics=statistics or settings.statistics)
-        other._request, other.plan_loader = replace(model.request, settings=settings), None
+        other._settings = replace(model.settings, statistics=statistics or model.settings.statistics)
+        other.plan_loader = None
         other._keeps = False
         other.plan(model.skeleton, model.context.sharders or ())
         return other._last()
@@ -564,28 +489,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             raise DreamShardError(f"there is no plan: {self._result}")
         return self._result
 
-    def _model(self) -> PlanningSession:
+    def _model(self) -> ModelProblem:
         """The last module that was read, whether or not a plan was found."""
         if self._loop is None or not self._loop.search_space:
             raise DreamShardError(f"there is no plan: {self._result}")
-        return self._loop.session
+        return self._loop.model
 
     def _settled(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The first callback."""
         return plan if self._loop is None else self._loop.settled(plan)
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """Fields of a :class:`PlanRequest`: the ranks that a plan is for, and those of other sharding groups."""
-
-    topology: Topology
-    sync_ms_per_byte: float = 0.0
-    all_ranks: Topology | None = None
-
-    @classmethod
-    def of(cls, topology: Topology, groups: ShardingGroups | None) -> _Ranks:
-        """Divide all ranks into sharding groups, if there are any."""
-        if groups is None:
-            return cls(topology)
-        return cls(groups.topology(topology), groups.sync_ms_per_byte(topology), topology)

@@ -67,7 +67,7 @@ def planned_and_best_ms(seed: int, cost_source: str) -> tuple[float, float]:
     """What a plan costs that the planner makes, and what the best one does."""
     planner, model = small_problem(seed, cost_source)
     planner.plan(model, [EmbeddingBagCollectionSharder()])
-    session = planner._loop.session
+    session = planner._loop.model
     options = session.context.certain_options(session.search_space)
     cost = session.context.cost(session.context.read(options, session.left))
     return planner.report().chosen.total_ms, optimum_ms(cost)

@@ -183,7 +183,7 @@ def test_a_checkpoint_serves_learning_whatever_state_loaded_it() -> None:
     shipped.cache_clear()
     with torch.inference_mode():
         plan_of(model())
-    cost = DreamShardPlanner(topology=topology(1))._request.checkpoint.cost
+    cost = DreamShardPlanner(topology=topology(1))._ranks.checkpoint.cost
     features_SF = torch.ones(2, len(FEATURE_NAMES), requires_grad=True)
     cost.group_cost_ms(cost.encode(features_SF)).sum().backward()
     assert features_SF.grad is not None

@@ -285,7 +285,7 @@ def test_all_ranks_serve_one_batch_together() -> None:
             topology=Topology(world_size=ranks, compute_device="cpu"), batch_size=512, sharding_types=[TW]
         )
         planner.plan(nn.ModuleDict({"m": bags(DataType.INT8)}), DEFAULT_SHARDERS)
-        (workload[ranks],) = planner._loop.session.context.read(planner.options[:1]).workload_P
+        (workload[ranks],) = planner._loop.model.context.read(planner.options[:1]).workload_P
     assert workload[2] == workload[8] and workload[2].lookups == 512
 
 

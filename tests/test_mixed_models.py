@@ -104,7 +104,7 @@ def check_refusal(case: MixedCase, planner: DreamShardPlanner, error: PlannerErr
     if theirs is not None:  # it counts less of what data-parallel takes
         model = planner._model()
         with pytest.raises(PlannerError, match="do not fit"):
-            model._given.check_room(model.rated(theirs), f"seed {seed}: TorchRec finds a plan; ours: {text}")
+            model.given.check_room(model.rated(theirs), f"seed {seed}: TorchRec finds a plan; ours: {text}")
 
 
 def check_plan(case: MixedCase, planner: DreamShardPlanner, plan, seed: int) -> None:

@@ -140,7 +140,7 @@ def _topologies() -> list[Finding]:
     import torch
 
     from dreamshard_planner import driver
-    from dreamshard_planner.planning.hardware import RankHardware, read_topology, told
+    from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
 
     sizes = {"cpu": 1} if driver.read_card() is None else {"cpu": 1, "cuda": max(1, torch.cuda.device_count())}
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -16,10 +16,10 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.model import Cost, PlacementCosts
-from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.planning.cost_sources import COST_SOURCES
+from dreamshard_planner.planning.cost_sources import COST_SOURCES, NAMED, NetworkCosts
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.allocated import AllocatedStorage
+from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import PlanningConstraints
@@ -39,11 +39,8 @@ from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.statistics import TableStatistics
 
-NAMED = 5
-"""Tables named in one note."""
 
-
-@dataclass
+@dataclass(frozen=True)
 class PlanningContext:
     """How the plans of one topology are read and rated.
 
@@ -66,8 +63,6 @@ class PlanningContext:
     """Of averaging the replicas of other sharding groups, where there are such."""
     all_ranks: Topology | None = None
     """Of all sharding groups, where there are such."""
-    left_out: tuple[tuple[str, str], ...] = ()
-    """Modules, and sharding types that their tables do not get, since ranks would send outputs of different types."""
 
     @classmethod
     @neutral()
@@ -91,20 +86,31 @@ class PlanningContext:
     def __post_init__(self) -> None:
         if self.cost_source not in COST_SOURCES:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
-        self._costs = COST_SOURCES[self.cost_source](
-            self.topology, self.checkpoint, self.sync_ms_per_byte, self.all_ranks
-        )
-        self.compute: ComputeCost = self._costs.compute()
-        self.links = self._costs.links()
-        self._priced_by_torchrec: set[tuple[str, str]] = set()
-        # Perf and storage.
-        self._torchrec: list[ShardEstimator] = []
-        if self.sharders is not None:
-            perf, storage = torchrec_estimators(self.topology, self.constraints)
-            self._torchrec = [perf, AllocatedStorage(storage, self.reader, self.topology)]
-        if self._torchrec and self._costs.takes_estimates and self.constraints is not None:
+
+    @cached_property
+    def _costs(self) -> NetworkCosts:
+        return COST_SOURCES[self.cost_source](self.topology, self.checkpoint, self.sync_ms_per_byte, self.all_ranks)
+
+    @cached_property
+    def compute(self) -> ComputeCost:
+        """The cost of sets of shards."""
+        return self._costs.compute()
+
+    @cached_property
+    def links(self) -> Links:
+        """The cost of exchanges."""
+        return self._costs.links()
+
+    @cached_property
+    def _torchrec(self) -> list[ShardEstimator]:
+        """TorchRec's estimators of perf and storage; empty without sharders."""
+        if self.sharders is None:
+            return []
+        perf, storage = torchrec_estimators(self.topology, self.constraints)
+        if self._costs.takes_estimates and self.constraints is not None:
             # Costs are TorchRec's, while memory is for the lookups that there are.
-            self._torchrec[0] = WithLengths(self._torchrec[0], self.constraints.torchrec_lengths)
+            perf = WithLengths(perf, self.constraints.torchrec_lengths)
+        return [perf, AllocatedStorage(storage, self.reader, self.topology)]
 
     def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
         """Set the perf of every shard by TorchRec's own estimator, in place. Where such estimates are the cost source,
@@ -120,14 +126,15 @@ class PlanningContext:
         if self._costs.takes_estimates:
             self.estimate_as_torchrec(options)
 
-    def enumerator(self, batch_size: int, perf: ShardEstimator) -> FastEnumerator:
+    def enumerator(self, batch_size: int, perf: ShardEstimator | None = None) -> FastEnumerator:
         """TorchRec's enumerator for a planner's model, with pooling factors per feature before anything is estimated.
 
         Args:
             batch_size: local.
-            perf: estimator of perf where the cost source is ours.
+            perf: estimator of perf where the cost source is ours; None for TorchRec's.
         """
-        estimators = [self._torchrec[0] if self._costs.takes_estimates else perf, self._torchrec[1]]
+        ours = None if self._costs.takes_estimates else perf
+        estimators = [ours or self._torchrec[0], self._torchrec[1]]
         asked = {name for name, constraint in (self.constraints or {}).items() if constraint.min_partition}
         variants = partial(own_slices, asked=asked)
         return FastEnumerator(
@@ -142,12 +149,8 @@ class PlanningContext:
         return self.usable_options(without_idle_halves(allowed, self.topology.world_size))
 
     def usable_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """Those of :func:`~dreamshard_planner.search_space.usable_options.usable_options` that are not left out."""
-        return self.without_left_out(usable_options(search_space, self.topology.compute_device))
-
-    def without_left_out(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """The options whose sharding types are not left out of their modules."""
-        return [option for option in options if (option.path, option.sharding_type) not in self.left_out]
+        """Return the options of :func:`~dreamshard_planner.search_space.usable_options.usable_options`."""
+        return usable_options(search_space, self.topology.compute_device)
 
     def certain_options(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Options whose cost is no guess; all of a table that has no others."""
@@ -182,7 +185,9 @@ class PlanningContext:
         if not self.sync_ms_per_byte:
             return ()
         read = self.read(plan, with_storage=False)
-        most = self.averaged_bytes(read, read.sharding(plan))
+        rank_X, part_X = read.problem.laid(read.sharding(plan))
+        synced_D = torch.zeros(read.problem.num_ranks, dtype=torch.float64)
+        most = float(synced_D.index_add(0, rank_X, read.synced_bytes_P[part_X]).max())
         sync_ms = most * self.sync_ms_per_byte
         text = (
             f"the plan is for the ranks of one sharding group; averaging up to {size_in_words(int(most))} of a rank "
@@ -192,12 +197,6 @@ class PlanningContext:
         if any(type_of(option).span == "host" for option in plan):
             text += f"; DMPCollection needs node_group_size={self.topology.local_world_size}"
         return (Note("source", text, {"sync_bytes": most, "sync_ms": sync_ms}),)
-
-    def averaged_bytes(self, read: ReadProblem, sharding: Sharding) -> float:
-        """Of the rank that averages most with its replicas in other sharding groups."""
-        rank_X, part_X = read.problem.laid(sharding)
-        synced_D = torch.zeros(read.problem.num_ranks, dtype=torch.float64)
-        return float(synced_D.index_add(0, rank_X, read.synced_bytes_P[part_X]).max())
 
     def read(
         self, options: Sequence[ShardingOption], topology: Topology | None = None, with_storage: bool = True
@@ -217,25 +216,22 @@ class PlanningContext:
             raise unpriced(bare[0], "its options come without perf")
         if bare:
             estimate_all(self._torchrec[:1], bare, self.sharders or ())
-            self._priced_by_torchrec.update((fqn_of(option), option.compute_kernel) for option in bare)
 
     def _price_notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-        """Return a note per unknown kernel and source of its price."""
-        priced: dict[tuple[str, str], list[str]] = {}
+        """Return a note per unknown kernel."""
+        priced: dict[str, list[str]] = {}
         for option in plan:
             if not is_known(option.compute_kernel) and not self._costs.takes_estimates:
-                table = fqn_of(option)
-                torchrec = (table, option.compute_kernel) in self._priced_by_torchrec
-                source = "TorchRec's estimator" if torchrec else "the estimates that its options came with"
-                priced.setdefault((option.compute_kernel, source), []).append(table)
+                priced.setdefault(option.compute_kernel, []).append(fqn_of(option))
         return tuple(
             Note(
                 "source",
                 f"{len(tables)} table(s) ({first_of(tables, NAMED)}) use compute kernel {kernel!r}, of which this "
-                f"planner has no costs: their compute is priced by {source}",
+                "planner has no costs: their compute is priced by the estimates of their options, which are TorchRec's "
+                "unless an estimator that was given made them",
                 {"tables": float(len(tables))},
             )
-            for (kernel, source), tables in sorted(priced.items())
+            for kernel, tables in sorted(priced.items())
         )
 
     def cost(self, read: ReadProblem) -> Cost:

@@ -6,7 +6,7 @@ Shapes: P parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, repeat
 
@@ -20,17 +20,19 @@ from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSourc
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
-from dreamshard_planner.planning.training_notes import costed_optimizers
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.report import ESTIMATE_PARTS
 from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.kernels import serves
-from dreamshard_planner.search_space.options import counted, ranks_of
+from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of
+from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import OPTIMIZERS
 
+NAMED = 5
+"""Tables named in one note."""
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
 """Exchanges that cost nothing of their own."""
 _QUANTIZED = (
@@ -103,7 +105,7 @@ class NetworkCosts:
             *noted("source", [_uncounted_lookups(self.checkpoint)] if uncounted else []),
             *noted("source", [_QUANTIZED] if quantized else []),
             *noted("source", checkpoint_notes(self.checkpoint, self.topology, uses_network=uses_network)),
-            *noted("optimizer", costed_optimizers(plan, reader, self.topology, self._unknown(uses_network))),
+            *noted("optimizer", _costed_optimizers(plan, reader, self.topology, self._unknown(uses_network))),
         )
 
     def _unknown(self, uses_network: bool) -> Collection[str]:
@@ -176,6 +178,20 @@ def _estimate_parts(plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
 
 COST_SOURCES = {"auto": NetworkCosts, "roofline": BandwidthCosts, "torchrec": TorchRecCosts}
 """By the name that users give."""
+
+
+def _costed_optimizers(
+    plan: Sequence[ShardingOption], reader: OptionReader, topology: Topology, unknown: Container[str]
+) -> tuple[str, ...]:
+    """A sentence on tables whose optimizer is ``unknown`` to the costs, where there are some."""
+    optimizers = {fqn_of(option): reader.table(option, topology).optimizer for option in plan}
+    others = {name: optimizer for name, optimizer in optimizers.items() if optimizer in unknown}
+    if not others:
+        return ()
+    return (
+        f"{first_of(sorted(others), NAMED)}: costed as with row-wise Adagrad, since no kernels of their optimizer are "
+        "known" + ("; dreamshard calibrate measures Adagrad's" if "adagrad" in others.values() else ""),
+    )
 
 
 def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:

@@ -173,22 +173,14 @@ def _wide_shortages(problem: Problem) -> list[str]:
 
 def _wide_reason(problem: Problem) -> str:
     """Each unit has room for itself, but not all together."""
-    wide = [
-        (name, problem.needs_PM[list(unit.parts)].sum(0))
+    wide = {
+        name: sum(int(problem.needs_PM[list(unit.parts)].sum()) for unit in options[0].units if unit.span > 1)
         for name, options in zip(problem.names, problem.tables, strict=True)
-        for unit in options[0].units
-        if unit.span > 1
-    ]
-    need_M = torch.stack([need_M for _, need_M in wide]).sum(0)
-    largest, most_M = max(wide, key=lambda named: int(named[1].sum()))
-    asked = [
-        f"{memory_in_words(int(need))} of {memory}, of {memory_in_words(room)}"
-        for need, room, memory in zip(need_M, _total_room(problem), MEMORY_KINDS, strict=False)  # rules follow
-        if need > 0
-    ]
+    }
+    largest = max(wide, key=lambda name: wide[name])
     return (
-        f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little; the largest is "
-        f"{largest!r}, with {memory_in_words(int(most_M.sum()))}"
+        "those that span a host or all ranks leave too little on some rank; the largest is "
+        f"{largest!r}, with {memory_in_words(wide[largest])}"
     )
 
 

@@ -33,8 +33,8 @@ class KeptPlan:
     searched: PlacementCosts
     gain: float
     """Of the searched one, as a share of what TorchRec's costs."""
-    least_gain: float | None
-    """That was asked for; None where ranks would exchange outputs of different types under the searched one."""
+    least_gain: float
+    """That was asked for."""
     guessed: bool
     """Whether it was asked for since lookups per sample are guessed."""
 
@@ -50,15 +50,6 @@ class KeptPlan:
 
     def note(self) -> Note:
         """For the report."""
-        if self.least_gain is None:
-            text = "TorchRec's plan is kept: ranks would exchange outputs of different types under the searched one"
-            return Note("search", text, {"gain": self.gain})
-        if not self.least_gain:
-            text = (
-                "TorchRec's plan is kept: without the sharding types that are left out, the searched one is predicted "
-                f"to take {-100 * self.gain:.2f} % more"
-            )
-            return Note("search", text, {"gain": self.gain})
         text = (
             f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * self.gain):.2f} %, less "
             f"than the {100 * self.least_gain:.3g} % of least_gain"

@@ -21,8 +21,8 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.planning.given_plans import GivenPlans, sharding_of, tables_of
-from dreamshard_planner.planning.session import PlanningSession
+from dreamshard_planner.planning.given_plans import sharding_of, tables_of
+from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.plans.comparison import names_that_keep_most_of, renamed
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.replan import Move, Moving, OnRequest, Replan
@@ -37,7 +37,7 @@ from dreamshard_planner.support.torch_state import neutral, single_thread
 
 @torch.no_grad()
 def replanned(
-    model: PlanningSession,
+    model: ModelProblem,
     current: ShardingPlan | SavedPlan,
     fresh: Sequence[ShardingOption],
     *,
@@ -58,7 +58,7 @@ def replanned(
     held = Held.of(model, current, lost)
     with single_thread():
         ways = _Ways(model, held, fresh)
-        effort = model.request.settings.candidates
+        effort = model.settings.candidates
         walked = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UN, max_bytes_moved, effort)
         found = [point for point in walked if ways.runs(point.sharding)] or [ways.waypoint(ways.fresh)]
         now, afresh = (
@@ -110,7 +110,7 @@ class Held:
     """What else the plan was made for, such that its file does not load."""
 
     @classmethod
-    def of(cls, model: PlanningSession, current: ShardingPlan | SavedPlan, lost: Sequence[int]) -> Held:
+    def of(cls, model: ModelProblem, current: ShardingPlan | SavedPlan, lost: Sequence[int]) -> Held:
         """Ranks that are left take the numbers from 0 on, in their order; those past the planned model's are lost.
         ValueError for lost ranks that there are not."""
         world_size, given, lost = model.left.world_size, tables_of(current), sorted(set(lost))
@@ -170,9 +170,9 @@ class _Ways:
         fresh: with ranks.
     """
 
-    def __init__(self, model: PlanningSession, held: Held, fresh: Sequence[ShardingOption]) -> None:
+    def __init__(self, model: ModelProblem, held: Held, fresh: Sequence[ShardingOption]) -> None:
         self._held, self._saved = held, model.saved(fresh, "plan")
-        given = GivenPlans(model.context, model.search_space, model.left)
+        given = model.given
         named = given.options(renamed(self._saved, names_that_keep_most_of(held.shards, self._saved)))
         searched = _searched(model, named)
         known = {fqn: table for fqn, table in held.whole.items() if given.known(fqn, table) is not None}
@@ -191,11 +191,11 @@ class _Ways:
         mixed = _sharding(changes | {change[0]: change for change in self.kept})
         self.starts = [mixed] if bool(self.cost.problem.fits(mixed)) else []
         self._received: dict[tuple[int, int], np.ndarray] = {}
-        self._model, self._may_mix = model, model.may_mix(options)
+        self._model = model
 
     def runs(self, sharding: Sharding) -> bool:
         """Whether ranks could exchange what its tables put out."""
-        return not self._may_mix or not self._model.mixed_exchanges(self.read.assign(sharding))
+        return not self._model.mixed_exchanges(self.read.assign(sharding))
 
     @property
     def forced(self) -> tuple[str, ...]:
@@ -278,7 +278,7 @@ def _weights(table: TableInputs) -> tuple[int, int, str]:
     return table.rows, table.dim, table.data_type
 
 
-def _searched(model: PlanningSession, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:
+def _searched(model: ModelProblem, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:
     """The options that planning searches."""
     context, usable = model.context, model.context.searched_options(model.search_space)
     guessed = any(map(context.is_guess, fresh))

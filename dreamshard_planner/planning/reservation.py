@@ -7,13 +7,11 @@ import warnings
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.planner.storage_reservations import (
-    HeuristicalStorageReservation,
-    _get_batch_inputs_and_shardable_parameters,
-    _get_dense_tensor_size,
-)
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ModuleSharder
+
+from dreamshard_planner.torchrec_components.compat import dense_tensor_bytes, set_dense_tensor_bytes
 
 SHARE = 0.15
 """Of device memory, as TorchRec's planner keeps by default."""
@@ -36,7 +34,6 @@ class DefaultReservation(HeuristicalStorageReservation):
         constraints: Any = None,
     ) -> Topology:
         """See ``StorageReservation.reserve``."""
-        _, sharded = _get_batch_inputs_and_shardable_parameters(module, sharders, batch_size, constraints)
-        dense_bytes = _get_dense_tensor_size(module, sharded, self._parameter_multiplier)
-        self._dense_tensor_estimate = max(1, int(dense_bytes))  # 0 would mean none given
+        dense_bytes = dense_tensor_bytes(self, module, sharders, batch_size, constraints)
+        set_dense_tensor_bytes(self, max(1, dense_bytes))  # 0 would mean none given
         return super().reserve(topology, batch_size, module, sharders, constraints)

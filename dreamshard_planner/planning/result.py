@@ -11,22 +11,23 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.planning.baseline import BASELINE
-from dreamshard_planner.planning.exact_notes import forced_out_note, left_out_note
+from dreamshard_planner.planning.exact_training import forced_out_note, left_out_note
 from dreamshard_planner.planning.kept import KeptPlan
+from dreamshard_planner.planning.model_problem import ModelProblem, libraries
+from dreamshard_planner.planning.plan_notes import training_notes
 from dreamshard_planner.planning.search_plan import PlacedProposal, SearchedPlan
-from dreamshard_planner.planning.session import PlanningSession, libraries
-from dreamshard_planner.planning.training_notes import training_notes
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.usable_options import never_run
 from dreamshard_planner.support.formatting import first_of
 
 
 @dataclass(frozen=True)
-class CameTo:
+class SearchRecord:
     """What one run of TorchRec's loop came to."""
 
     plan: tuple[ShardingOption, ...]
@@ -49,27 +50,26 @@ class CameTo:
 class PlanResult:
     """The plan that a planner made, and all that is asked of it afterwards."""
 
-    model: PlanningSession
+    model: ModelProblem
     plan: tuple[ShardingOption, ...]
     """One option for every table, with ranks, after callbacks."""
     told: Report | str
     """The report; or why there is none."""
 
     @classmethod
-    def of(cls, session: PlanningSession, came_to: CameTo) -> PlanResult:
+    def of(cls, model: ModelProblem, record: SearchRecord) -> PlanResult:
         """The plan and its report.
 
         Raises:
             PlannerError: ranks would exchange outputs of different types.
         """
-        if mixed := session.mixed_exchanges(came_to.plan):
-            more = "" if session.wider is None else f" {session.wider.opened_by} would allow more sharding types."
-            raise refused(f"{mixed[0]}{more}")
+        if mixed := model.mixed_exchanges(record.plan):
+            raise refused(mixed[0])
         try:
-            told: Report | str = _report(session, came_to).noting((*_notes(session, came_to.plan), *came_to.notes))
+            told: Report | str = _report(model, record).noting((*_notes(model, record.plan), *record.notes))
         except _NoReport as why:
             told = str(why)
-        return cls(session, came_to.plan, told)
+        return cls(model, record.plan, told)
 
     @property
     def report(self) -> Report:
@@ -87,44 +87,42 @@ class _NoReport(Exception):
     """Why a plan has none, in words."""
 
 
-def _report(session: PlanningSession, came_to: CameTo) -> Report:
+def _report(model: ModelProblem, record: SearchRecord) -> Report:
     """With the notes on how the plan was made, and those of its costs."""
-    if came_to.loaded is not None:
-        return _of_loaded(session, came_to.plan, came_to.loaded)
-    if came_to.placed:
-        return _of_searched(session, came_to)
-    how = f"the plan was {came_to.made_by}" + ("" if came_to.found else "; no other was searched for")
+    if record.loaded is not None:
+        return _of_loaded(model, record.plan, record.loaded)
+    if record.placed:
+        return _of_searched(model, record)
+    how = f"the plan was {record.made_by}" + ("" if record.found else "; no other was searched for")
     try:
-        return session.rated(came_to.plan).report((*noted("search", [how]), *session.context.notes(came_to.plan)))
+        return model.rated(record.plan).report((*noted("search", [how]), *model.context.notes(record.plan)))
     except PlannerError as error:
         raise _NoReport(f"the cost of the last plan is not known: {error}") from error
 
 
-def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
+def _of_searched(model: ModelProblem, record: SearchRecord) -> Report:
     """On a plan that our partitioner placed, as it is after callbacks."""
-    plan, found, placed, kept = came_to.plan, came_to.found, came_to.placed, came_to.kept
+    plan, found, placed, kept = record.plan, record.found, record.placed, record.kept
     outcome = next((one for one in reversed(placed) if one.is_plan(plan)), None)
     changed = outcome is None
     if outcome is None:  # by callbacks: of what TorchRec chose, if only ranks were changed, else of the cheapest
         alike = [one for one in placed if one.has_options_of(plan)]
         outcome = min(alike or placed, key=lambda one: one.cost.overall_ms(one.sharding))
-    types = ", ".join(f"{kind} of module {path!r}" for path, kind in session.context.left_out)
-    left_out = [f"left out, since ranks would have sent outputs of different types: {types}"] if types else []
     report = Report.of(
         outcome.cost,
         outcome.sharding,
         rivals=outcome.rivals if found is None else found.rivals,
         result=outcome.result if found is None else found.result,
-        notes=(*(() if found is None else found.notes()), *noted("search", left_out)),
+        notes=() if found is None else found.notes(),
     )
-    ruled = noted("placement_rule", () if session.legal is None else session.legal.notes())
+    ruled = noted("placement_rule", () if model.legal is None else model.legal.notes())
     compared = {report.chosen.name, *(rival.name for rival in report.rivals if rival.feasible)}
     alone = [] if BASELINE in compared else ["no plan of TorchRec's that fits was found to compare with"]
-    further = (*session.context.notes(plan), *ruled, *noted("search", alone))
+    further = (*model.context.notes(plan), *ruled, *noted("search", alone))
     if not changed:
-        return report.noting((*further, *_exact_training(session, plan)))
+        return report.noting((*further, *_exact_training(model, plan)))
     try:
-        rated = session.rated(plan)
+        rated = model.rated(plan)
     except PlannerError as error:
         raise _NoReport(f"callbacks changed the last plan to one whose cost is not known: {error}") from error
     how_found = [one for one in report.notes if one.code == "search"]
@@ -134,26 +132,22 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
         verb = "moved tables" if outcome.has_options_of(plan) else "changed options"
         note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
         how_found += noted("callbacks", [note])
-    return rated.report((*how_found, *further, *_exact_training(session, plan)), report)
+    return rated.report((*how_found, *further, *_exact_training(model, plan)), report)
 
 
-def _exact_training(session: PlanningSession, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+def _exact_training(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
     """Return what exact training excludes, and what that costs."""
-    space, request = session.unrestricted, session.request
+    space = model.unrestricted
     if space is None:
         return ()
-    attached = None if session.wider is space else session.wider
-    searched = session.context.searched_options(session.search_space)
-    return (
-        *forced_out_note(space, plan, request.settings.seed, request.seconds),
-        left_out_note(space, attached, searched, plan),
-    )
+    searched = model.context.searched_options(model.search_space)
+    return (*forced_out_note(space, plan), left_out_note(space, model.attached, searched, plan))
 
 
-def _of_loaded(session: PlanningSession, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
+def _of_loaded(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
     """On a plan of a file."""
-    rated, now = session.rated(plan), libraries()
-    changed = differences(saved.inputs, session.inputs)
+    rated, now = model.rated(plan), libraries()
+    changed = differences(saved.inputs, model.inputs)
     changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
     then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
     alike = sources == (then.cost_source, then.collectives_source) and math.isclose(
@@ -164,7 +158,7 @@ def _of_loaded(session: PlanningSession, plan: Sequence[ShardingOption], saved: 
     notes = (
         Note("loaded", loaded),
         *noted("stale", [f"since the plan was made: {text}" for text in changed]),
-        *session.context.notes(plan),
+        *model.context.notes(plan),
     )
     return rated.report(notes, saved.report() if alike else None)
 
@@ -176,15 +170,24 @@ def _unsharded(paths: Sequence[str]) -> list[str]:
     return [f"{len(paths)} embedding module(s) have no sharder and are not in the plan: {first_of(named, 5)}"]
 
 
-def _notes(session: PlanningSession, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Of any plan, however it was made: what it takes for granted, and what is odd about the module and its inputs."""
-    device = session.request.topology.compute_device
+def _uneven(model: ModelProblem) -> list[str]:
+    """Return a note on tables whose outputs, of another type than float32, leave them few sharding types."""
+    named = [fqn for fqn, why in model.left_out.items() if UNEVEN_OUTPUTS in why.values()]
     return (
-        *noted("hardware", filter(None, [session.request.hardware])),
-        *session.assumptions(plan),
-        *noted("table", session.doubtful),
-        *noted("unused", session.unused),
-        *noted("unused", _unsharded(session.unsharded)),
-        *noted("training", training_notes(plan, session.context.reader, device)),
-        *noted("table", never_run(session.search_space, device)),
+        [f"{len(named)} table(s) ({first_of(named, 5)}) may only lie on all ranks: {UNEVEN_OUTPUTS}"] if named else []
+    )
+
+
+def _notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Of any plan, however it was made: what it takes for granted, and what is odd about the module and its inputs."""
+    device = model.ranks.topology.compute_device
+    return (
+        *noted("hardware", filter(None, [model.ranks.hardware])),
+        *model.assumptions(plan),
+        *noted("table", model.doubtful),
+        *noted("unused", model.unused),
+        *noted("unused", _unsharded(model.unsharded)),
+        *noted("training", training_notes(plan, model.context.reader, device)),
+        *noted("table", _uneven(model)),
+        *noted("table", never_run(model.search_space, device)),
     )

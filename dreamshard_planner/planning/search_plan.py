@@ -186,32 +186,25 @@ def search_plan(
         else:
             plans = {} if known.result is None else {"known": copy.deepcopy(known.proposal)}
             rivals, theirs, whole = known.rivals, known.torchrec, None
-        rated: dict[str, ReportEntry] = {}
-        best: tuple[ReadProblem, SearchResult] | None = None
-        for pinned in pinned_options(options, topology, plans.get(BASELINE, plans.get("known"))):
-            read = context.read(pinned, topology)
-            cost = context.cost(read)
-            starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
-            # TorchRec's plan may break placement rules.
-            fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
-            if known is None:
-                tried = {name: fitting.get(name) for name in starts}
-                rated.update({entry.name: entry for entry in _rated(cost, tried)})
-            rolled_out = partial(_rolled_out, context.checkpoint.policy, how.config.effort, {})
-            further = rolled_out if known is None and how.seconds != 0.0 else None
-            if whole is not None and _is_best(WHOLE, fitting, cost) and all(o.sharding_type == TW for o in pinned):
-                result = whole.result  # slower kernels are for tables that do not fit
-                result = None if result is None else replace(result, sharding=fitting[WHOLE])
-            else:
-                result = search(cost, fitting.values(), how.config, how.seed, deadline.left(), further)
-            if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
-                best = read, result
-            for option in pinned:
-                set_ranks(option, None)
-        rivals = (*rivals, *rated.values())
-        if best is None:
+        pinned = pinned_options(options, topology, plans.get(BASELINE, plans.get("known")))
+        read = context.read(pinned, topology)
+        cost = context.cost(read)
+        starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
+        # TorchRec's plan may break placement rules.
+        fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
+        if known is None:
+            rivals = (*rivals, *_rated(cost, {name: fitting.get(name) for name in starts}))
+        rolled_out = partial(_rolled_out, context.checkpoint.policy, how.config.effort, {})
+        further = rolled_out if known is None and how.seconds != 0.0 else None
+        if whole is not None and _is_best(WHOLE, fitting, cost) and all(o.sharding_type == TW for o in pinned):
+            result = whole.result  # slower kernels are for tables that do not fit
+            result = None if result is None else replace(result, sharding=fitting[WHOLE])
+        else:
+            result = search(cost, fitting.values(), how.config, how.seed, deadline.left(), further)
+        for option in pinned:
+            set_ranks(option, None)
+        if result is None:
             return SearchedPlan(_smallest(context.read(options, topology)), rivals, None, theirs)
-        read, result = best
         return SearchedPlan(read.assign(result.sharding), rivals, result, theirs)
 
 

@@ -1,10 +1,14 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a planner is asked for beside what TorchRec's planner takes, checked where it is given."""
+"""What a planner is asked for, checked where it is given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.types import ParameterConstraints
 
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
@@ -23,6 +27,11 @@ class PlannerSettings:
         ValueError, TypeError: one cannot be meant; names it.
     """
 
+    given_batch_size: int | None = None
+    """Local batch size; None for TorchRec's default."""
+    constraints: dict[str, ParameterConstraints] | None = None
+    timeout_seconds: float | None = None
+    """TorchRec's cap on planning."""
     statistics: TableStatistics | None = None
     seed: int = 0
     effort: str = DEFAULT_EFFORT
@@ -36,14 +45,19 @@ class PlannerSettings:
     least_gain: float | None = None
 
     def __post_init__(self) -> None:
+        types = {"statistics": TableStatistics, "placement_rules": PlacementRules, "sharding_groups": ShardingGroups}
+        for name, kind in types.items():
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise TypeError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
+        given = self.given_batch_size
+        if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < 1):
+            raise ValueError(f"batch_size must be a whole number above 0, got {given!r}")
         if self.least_gain is not None and not 0 <= self.least_gain < 1:
             raise ValueError(f"least_gain must be a share from 0 to below 1, or None, got {self.least_gain!r}")
         if self.effort not in EFFORTS:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, got {self.effort!r}")
         if self.search_seconds is not None and not self.search_seconds > 0:
             raise ValueError(f"search_seconds must be positive, got {self.search_seconds}")
-        if not isinstance(self.statistics, TableStatistics | None):
-            raise TypeError(f"statistics must be TableStatistics, got {type(self.statistics).__name__}")
         if self.sharding_types is not None and (
             isinstance(self.sharding_types, str)
             or not self.sharding_types
@@ -52,11 +66,17 @@ class PlannerSettings:
             raise ValueError(f"sharding_types must be some of {', '.join(SHARDING_TYPES)}, got {self.sharding_types!r}")
         if self.cost_source not in COST_SOURCES:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
-        if not isinstance(self.placement_rules, PlacementRules | None):
-            raise TypeError(f"placement_rules must be PlacementRules, got {type(self.placement_rules).__name__}")
-        if not isinstance(self.sharding_groups, ShardingGroups | None):
-            raise TypeError(f"sharding_groups must be ShardingGroups, got {type(self.sharding_groups).__name__}")
         object.__setattr__(self, "seed", checked_seed(self.seed))
+
+    @property
+    def batch_size(self) -> int:
+        """Local batch size."""
+        return self.given_batch_size or BATCH_SIZE
+
+    @property
+    def seconds(self) -> float | None:
+        """Cap on the search: the shorter of ours and TorchRec's; None for none."""
+        return min(filter(None, (self.search_seconds, self.timeout_seconds)), default=None)
 
     @property
     def search(self) -> SearchConfig:

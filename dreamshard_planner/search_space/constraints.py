@@ -9,6 +9,7 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS, GUARDED_SHARDING_TYPES_FOR_FP_MODULES
@@ -26,6 +27,7 @@ from dreamshard_planner.search_space.kernels import (
 )
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
+    exchange_codecs,
     is_mean,
     shardable_tables,
 )
@@ -39,6 +41,12 @@ from dreamshard_planner.workload.tables import FeatureStatistics
 
 NOT_OFFERED = "the sharder does not offer it"
 NO_SUCH_TYPE = "there is no such type"
+UNEVEN_OUTPUTS = (
+    "ranks without such a table would send float32 and others the table's output_dtype, which TorchRec cannot exchange "
+    "(leave output_dtype out, quantize the exchange by the sharder's qcomm_codecs_registry, or name the type in the "
+    "table's constraint)"
+)
+"""Types that not every rank takes part in, for tables that put out another type than float32."""
 DEFAULT = "*"
 """Key of the constraint of every table that has none of its own."""
 
@@ -62,6 +70,8 @@ class AllowedTypes:
     """Whether the topology has SSDs; TorchRec leaves ``key_value`` out where not."""
     legal: LegalRanks | None = None
     """Where tables may lie; None for anywhere."""
+    ranks: int = 1
+    """Number of ranks that exchange outputs."""
     impossible: Mapping[str, str] = field(default_factory=dict)
     """Sharding types that the topology leaves no place for, and why."""
 
@@ -90,6 +100,7 @@ class AllowedTypes:
             varied_batches=bool(constraint.batch_sizes) or varied_batches,
             weighted_batches=bool(constraint.is_weighted) or weighted_batches,
         )
+        uneven = facts.quantized is None and self._may_send_unevenly(table, constraint)
         ruled_out = {**self.impossible, **(self.legal.left_out(table.fqn) if self.legal else {})}
         processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
 
@@ -113,6 +124,8 @@ class AllowedTypes:
                 return "TorchRec wants it named"
             if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
                 return "TorchRec wants it named for feature processors"
+            if uneven and SHARDING_TYPES[kind].span != "world":
+                return UNEVEN_OUTPUTS
             return None
 
         kinds = sorted({*SHARDING_TYPES, *supported, *(named or ())})
@@ -131,6 +144,13 @@ class AllowedTypes:
             if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
                 left_out[kind] = f"it runs as {spec.runs_as}"
         return left_out
+
+    def _may_send_unevenly(self, table: ShardableTable, constraint: ParameterConstraints) -> bool:
+        """Return whether ranks exchange the table's outputs as they are, and these are not float32."""
+        output = table.owner.fused_params(constraint.output_dtype).get("output_dtype")
+        if self.ranks == 1 or table.in_tower or exchange_codecs(table.sharder):  # towers exchange within their host
+            return False
+        return output is not None and output is not SparseType.FP32
 
     def _offers(self, table: ShardableTable, kind: str, constraint: ParameterConstraints) -> bool:
         """Whether the table's sharder has the type, by kernels that its constraint allows."""
@@ -158,9 +178,6 @@ class PlanningConstraints(dict[str, ParameterConstraints]):
         self.torchrec_lengths: dict[str, list[float]] = {}
         """By table name, the pooling factors that TorchRec itself counts, where these are fewer than features: one
         given for all of them, or its default, is that of the table."""
-        self.rows_instead: frozenset[str] = frozenset()
-        """Paths of modules whose mean-pooled tables may not lie in blocks of rows, since other tables need not, though
-        all of them may."""
 
 
 def given_constraints(
@@ -218,7 +235,6 @@ def planning_constraints(
     constraints: Mapping[str, ParameterConstraints] | None,
     statistics: TableStatistics | None,
     allowed: AllowedTypes,
-    in_rows: Collection[str] = (),
 ) -> PlanningConstraints:
     """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
     ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
@@ -232,8 +248,6 @@ def planning_constraints(
         constraints: the user's, by table name.
         statistics: per feature.
         allowed: whatever the table.
-        in_rows: paths of modules all of whose tables are to lie in blocks of rows, of
-            :attr:`PlanningConstraints.rows_instead`.
 
     Raises:
         PlannerError: where no type is left for a table, numbers make no sense, or lengths don't match the features.
@@ -269,7 +283,7 @@ def planning_constraints(
             alike = all(one.feature_names == features for one in namesakes)
             _fill_per_feature(constraint, name, features, statistics if alike and statistics else {})
         expanded[name] = constraint
-    _keep_means_apart([table for table in tables if table.name in expanded], expanded, in_rows)
+    _keep_means_apart([table for table in tables if table.name in expanded], expanded)
     return expanded
 
 
@@ -302,15 +316,12 @@ def _unusual_batches(
     return varied, frozenset(weighted)
 
 
-def _keep_means_apart(
-    tables: Sequence[ShardableTable], constraints: PlanningConstraints, in_rows: Collection[str]
-) -> None:
+def _keep_means_apart(tables: Sequence[ShardableTable], constraints: PlanningConstraints) -> None:
     """Narrow the types of every module's tables to those that mean pooling survives, in place.
 
     Args:
         tables: of the model.
         constraints: of these.
-        in_rows: paths of modules all of whose tables are to lie in blocks of rows.
 
     Raises:
         PlannerError: none is left for a table.
@@ -318,17 +329,18 @@ def _keep_means_apart(
     modules: dict[str, list[ShardableTable]] = {}
     for table in tables:
         modules.setdefault(table.path, []).append(table)
-    for path, members in modules.items():
+    for members in modules.values():
         fqns = {table.name: table.fqn for table in members}
         types = {table.name: constraints[table.name].sharding_types for table in members}
         if None in types.values():
             continue  # of another device
         means = [table.name for table in members if is_mean(table.config)]
         never_in_rows = [name for name, kinds in types.items() if LATE_MEANS.isdisjoint(kinds)]
-        why = MIXED_MEAN + (f", and table {fqns[never_in_rows[0]]!r} may be neither" if never_in_rows else "")
-        narrowed = without_mixed_means(types, means, path in in_rows)
-        if not never_in_rows and any(LATE_MEANS.isdisjoint(narrowed[name]) for name in means):
-            constraints.rows_instead |= {path}
+        narrowed = without_mixed_means(types, means)
+        if never_in_rows:
+            why = f"{MIXED_MEAN}, and table {fqns[never_in_rows[0]]!r} may be neither"
+        else:
+            why = f"{MIXED_MEAN} (sharding_types=['row_wise'] in its constraint puts all tables of the module in rows)"
         for name, kept in narrowed.items():
             if not kept:
                 raise refused(
@@ -340,25 +352,22 @@ def _keep_means_apart(
             constraints.left_out[fqns[name]].update((kind, why) for kind in types[name] or () if kind not in kept)
 
 
-def without_mixed_means(
-    types: Mapping[str, Collection[str]], means: Collection[str], in_rows: bool = False
-) -> dict[str, list[str]]:
+def without_mixed_means(types: Mapping[str, Collection[str]], means: Collection[str]) -> dict[str, list[str]]:
     """The types that the tables of one module may be given whatever the others are: a mean-pooled table in blocks of
     rows leaves no other type to any table of its module, see ``MIXED_MEAN``.
 
     Args:
         types: what each table may be by itself.
         means: the tables with mean pooling.
-        in_rows: whether blocks of rows are wanted, of all tables.
 
     Returns:
-        By table; blocks of rows where they are wanted or some mean-pooled table may be nothing else, no such blocks of
-        mean-pooled tables elsewhere. A list may be empty.
+        By table; blocks of rows alone if some mean-pooled table may be nothing else, and otherwise no such blocks of
+        mean-pooled tables. A list may be empty.
     """
     kept = {name: list(kinds) for name, kinds in types.items()}
     if len(types) == 1:
         return kept
-    if means and in_rows or any(LATE_MEANS.issuperset(types[name]) for name in means):
+    if any(LATE_MEANS.issuperset(types[name]) for name in means):
         return {name: [kind for kind in kinds if kind in LATE_MEANS] for name, kinds in kept.items()}
     return kept | {name: [kind for kind in kept[name] if kind not in LATE_MEANS] for name in means}
 

@@ -4,8 +4,7 @@ one: a rank sends the common type of its tables, float32 where it has none, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -22,32 +21,10 @@ MAX_NAMED = 5
 """Tables."""
 
 
-@dataclass(frozen=True)
-class MixedExchange:
-    """Outputs of one sharding type of one module, of which ranks would send different types."""
-
-    path: str
-    """Of the module."""
-    sharding_type: str
-    outputs: tuple[tuple[str, torch.dtype], ...]
-    """Of its tables, by fully qualified name."""
-    sent: Mapping[torch.dtype, Sequence[int]]
-    """The ranks that send outputs of each type."""
-
-    def __str__(self) -> str:
-        named = first_of([f"{fqn!r} {_name(output)}" for fqn, output in self.outputs], MAX_NAMED)
-        by_ranks = ", ".join(f"{_name(output)} by {ranks_in_words(ranks)}" for output, ranks in self.sent.items())
-        return (
-            f"TorchRec cannot exchange the {self.sharding_type} outputs of module {self.path!r}, since ranks would "
-            f"send different types: {by_ranks} (float32 by ranks without such a table). Its tables put out {named}: "
-            "leave output_dtype out of their constraints and sharder, or allow them row_wise alone."
-        )
-
-
 def mixed_exchanges(
     plan: Sequence[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]], world_size: int
-) -> list[MixedExchange]:
-    """Where ranks would exchange outputs of different types.
+) -> list[str]:
+    """Return a text for every sharding type of a module of whose outputs ranks would send different types.
 
     Args:
         plan: with ranks.
@@ -57,16 +34,18 @@ def mixed_exchanges(
     exchanged: dict[tuple[str, str], list[tuple[ShardingOption, torch.dtype]]] = {}
     for option, output in _outputs(plan, sharders):
         exchanged.setdefault((option.path, option.sharding_type), []).append((option, output))
-    return [
-        MixedExchange(path, kind, tuple((fqn_of(option), output) for option, output in tables), sent)
-        for (path, kind), tables in exchanged.items()
-        if len(sent := _sent(tables, world_size)) > 1
-    ]
-
-
-def may_mix(options: Iterable[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]]) -> bool:
-    """Whether ranks could exchange outputs of different types at all, wherever these tables lie."""
-    return any(output != torch.float32 for _, output in _outputs(options, sharders))
+    texts = []
+    for (path, kind), tables in exchanged.items():
+        if len(sent := _sent(tables, world_size)) == 1:
+            continue
+        named = first_of([f"{fqn_of(option)!r} {_name(output)}" for option, output in tables], MAX_NAMED)
+        by_ranks = ", ".join(f"{_name(output)} by {ranks_in_words(ranks)}" for output, ranks in sent.items())
+        texts.append(
+            f"TorchRec cannot exchange the {kind} outputs of module {path!r}, since ranks would send different types: "
+            f"{by_ranks} (float32 by ranks without such a table). Its tables put out {named}: leave output_dtype out "
+            "of their constraints and sharder, or allow them row_wise alone."
+        )
+    return texts
 
 
 def _outputs(

@@ -7,7 +7,7 @@ A table is pinned where its shards have ranks before a problem is made of its op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
@@ -39,35 +39,32 @@ def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:
 
 def pinned_options(
     options: Sequence[ShardingOption], topology: Topology, given: Sequence[ShardingOption] | None
-) -> Iterator[list[ShardingOption]]:
-    """The options, of which every dependent table keeps one, with ranks; once for each way to pin these tables that is
-    worth a search. Ways are: as a given plan has them; and each table's option of the least perf or, where no host has
-    room for these, of the least memory. Where no table depends on another, the options come once, as they are."""
+) -> list[ShardingOption]:
+    """Return the options, of which every dependent table keeps one, with ranks.
+
+    Args:
+        options: of all tables.
+        topology: what the storage reservation leaves.
+        given: a plan that fits, whose dependent tables stay as they are; None to pin each table's option of least perf.
+
+    Raises:
+        PlannerError: no host has room for some dependent tables.
+    """
     dependent = by_table(option for option in options if option.dependency)
     if not dependent:
-        yield list(options)
-        return
+        return list(options)
     free = [option for option in options if not option.dependency]
-    if given is not None:
-        yield [*free, *_as_given(dependent, given)]
-    for key in (lambda option: option.total_perf, _bytes):
-        least = [min(choices, key=key) for choices in dependent.values()]
-        try:
-            pin(least, topology)
-        except PlannerError:
-            continue
-        yield [*free, *least]
-        return
-
-
-def _as_given(dependent: dict[str, list[ShardingOption]], given: Sequence[ShardingOption]) -> list[ShardingOption]:
+    if given is None:
+        pinned = [min(choices, key=lambda option: option.total_perf) for choices in dependent.values()]
+        pin(pinned, topology)
+        return [*free, *pinned]
     pinned = []
     for option in given:
         for choice in dependent.get(fqn_of(option), ()):
             if same_option(choice, option):
                 set_ranks(choice, ranks_of(option))
                 pinned.append(choice)
-    return pinned
+    return [*free, *pinned]
 
 
 def _bytes(option: ShardingOption) -> int:

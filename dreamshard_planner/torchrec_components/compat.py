@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torchrec.distributed.embedding import get_ec_index_dedup
-from torchrec.distributed.planner import shard_estimators
+from torchrec.distributed.planner import shard_estimators, storage_reservations
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator import estimator as perf_estimators
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
 from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import DeviceHardware, ParameterConstraints, ShardEstimator, Topology
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
@@ -156,6 +157,25 @@ def resize_topology(
     topology._intra_group_size, topology._devices = intra_group_size, devices
 
 
+def dense_tensor_bytes(
+    reservation: HeuristicalStorageReservation,
+    module: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    batch_size: int,
+    constraints: dict[str, ParameterConstraints] | None,
+) -> int:
+    """Return the bytes of a module's dense tensors as ``HeuristicalStorageReservation`` counts them."""
+    _, sharded = storage_reservations._get_batch_inputs_and_shardable_parameters(
+        module, sharders, batch_size, constraints
+    )
+    return int(storage_reservations._get_dense_tensor_size(module, sharded, reservation._parameter_multiplier))
+
+
+def set_dense_tensor_bytes(reservation: HeuristicalStorageReservation, dense_bytes: int) -> None:
+    """Give a ``HeuristicalStorageReservation`` its ``dense_tensor_estimate``."""
+    reservation._dense_tensor_estimate = dense_bytes
+
+
 # Sharded modules
 
 
@@ -203,15 +223,6 @@ def is_in_backward() -> bool:
 def default_store() -> Any:
     """Return the store at which the ranks of the default process group meet."""
     return dist.distributed_c10d._get_default_store()
-
-
-def group_timeout_seconds(group: dist.ProcessGroup) -> float | None:
-    """Return how long ranks of a group wait for one another; None if its backend does not say."""
-    try:
-        device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
-        return group._get_backend(device).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):
-        return None
 
 
 # Texts of errors

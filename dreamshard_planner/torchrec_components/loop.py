@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec.distributed.planner.types import (
     Enumerator,
@@ -18,17 +18,14 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
 )
 
-from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.kept import KeptPlan
-from dreamshard_planner.planning.result import CameTo, PlanResult
+from dreamshard_planner.planning.model_problem import ModelProblem
+from dreamshard_planner.planning.result import PlanResult, SearchRecord
 from dreamshard_planner.planning.search_plan import HowToSearch, PlacedProposal, SearchedPlan
-from dreamshard_planner.planning.session import PlanningSession
 from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search.effort import Deadline
-from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.options import counted, set_ranks
-from dreamshard_planner.search_space.sharding_types import MIXED_MEAN
 from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
 from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
@@ -49,11 +46,10 @@ class SearchLoop:
     """One run of TorchRec's loop.
 
     Args:
-        session: the problem of the module.
+        model: the problem of the module.
         given: components to use instead of ours.
         plan_loader: the planner's; ours is bound to this problem.
         keeps: whether TorchRec's plan may be kept, where ours gains too little.
-        seconds: cap on the search; None for none.
 
     Attributes:
         enumerator, proposers, partitioner, perf_model: what TorchRec's loop runs with.
@@ -61,27 +57,27 @@ class SearchLoop:
 
     def __init__(
         self,
-        session: PlanningSession,
+        model: ModelProblem,
         given: GivenComponents,
         plan_loader: PlanLoader | None,
         keeps: bool,
-        seconds: float | None,
     ) -> None:
-        request, context, settings = session.request, session.context, session.request.settings
-        self._session, self._given, self._keeps = session, given, keeps
+        context, settings, seconds = model.context, model.settings, model.settings.seconds
+        self._model, self._given, self._keeps = model, given, keeps
         self._kept: KeptPlan | None = None
-        self._deadline = Deadline(seconds)
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
             self._loader.bind(self._matched)
-        self.enumerator = given.enumerator or context.enumerator(request.batch_size, estimator_of(context))
-        self.perf_model = given.perf_model or DreamShardPerfModel(request.topology, context=context)
+        self.enumerator = given.enumerator or context.enumerator(
+            settings.batch_size, DreamShardEstimator(context.topology, context=context)
+        )
+        self.perf_model = given.perf_model or DreamShardPerfModel(context.topology, context=context)
         self._proposer: SearchProposer | None = None
         if given.proposers is None:
             how = HowToSearch(settings.search, settings.seed, seconds)
-            self._proposer = SearchProposer(context, session.left, how)
+            self._proposer = SearchProposer(context, model.left, how)
             # Ours proposes what costs least by our costs; a model that is given may want something else.
-            others = [] if given.perf_model is None else few_proposals(self._deadline, settings.candidates)
+            others = [] if given.perf_model is None else few_proposals(Deadline(seconds), settings.candidates)
             self.proposers = [self._proposer, *others]
         else:
             self.proposers = given.proposers
@@ -101,24 +97,27 @@ class SearchLoop:
     @property
     def search_space(self) -> Sequence[ShardingOption]:
         """All options of the module, as the enumerator keeps them; empty before, and where it keeps none."""
-        return enumerated(self.enumerator)
+        return getattr(self.enumerator, "last_stored_search_space", None) or ()
 
     @property
-    def session(self) -> PlanningSession:
+    def model(self) -> ModelProblem:
         """The problem, with all options that were enumerated by now."""
-        return self._session.planned(self.search_space)
+        if self._model.search_space is not self.search_space:
+            self._model = replace(self._model, search_space=self.search_space)
+        return self._model
 
     def settled(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """The plan that callbacks get for the best one: of a plan that is loaded TorchRec takes no more than the
-        shards, and loses load factors and promotions; types are left out whose outputs ranks could not exchange;
-        TorchRec's own plan is kept where ours gains too little; the best of many proposals is searched on; and
-        TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
+        """Return the plan that callbacks get for the best one.
+
+        Of a loaded plan TorchRec takes the shards alone: load factors and promotions come from the file. TorchRec's own
+        plan is kept if ours gains too little. The best of many proposals is searched on. Caches of sizes of our own get
+        the estimates that TorchRec's statistics read.
+        """
         if self._loader is not None and self._loader.options:
             plan = self._loader.options
         elif self._given == GivenComponents():
-            plan = self._exchangeable(plan)
             if self._keeps:
-                self._kept = self.session.kept(plan, self._found)
+                self._kept = self.model.kept(plan, self._found)
             if self._kept is not None:
                 plan = copy.deepcopy(list(self._kept.options))
                 self.enumerator.populate_estimates(plan)  # by our costs, as those of other plans are
@@ -144,10 +143,7 @@ class SearchLoop:
                 f"plans were rated by the {type(self.perf_model).__name__} that was given, not by the costs shown "
                 f"here: {proposals} proposals"
             )
-        if self._session.in_rows:
-            named = of_modules(self._session.in_rows)
-            rated.append(f"all tables {named} lie in blocks of rows, since nothing else fits: {MIXED_MEAN}")
-        came_to = CameTo(
+        record = SearchRecord(
             plan=tuple(plan),
             made_by=made_by,
             found=self._found,
@@ -156,10 +152,10 @@ class SearchLoop:
             loaded=None if self._loader is None else self._loader.loaded,
             notes=noted("search", rated),
         )
-        return PlanResult.of(self.session, came_to)
+        return PlanResult.of(self.model, record)
 
     def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
-        return self.session.matched(saved)
+        return self.model.matched(saved)
 
     @property
     def _found(self) -> SearchedPlan | None:
@@ -167,30 +163,6 @@ class SearchLoop:
 
     def _placed(self) -> Sequence[PlacedProposal]:
         return () if self._ours is None else self._ours.placed
-
-    def _exchangeable(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """The plan, searched for again without types whose outputs ranks would send in different types, for as long as
-        there are any, within what time is left; as it was, where no other plan is found."""
-        again, before = plan, self._found
-        while (mixed := self.session.mixed_exchanges(again)) and self._proposer is not None:
-            self._leave_out([(exchange.path, exchange.sharding_type) for exchange in mixed])
-            try:
-                proposal = self._proposer.propose_again(self._deadline.left())
-                placed = self.partitioner.partition(proposal, self._session.left)
-            except PlannerError:
-                self._leave_out(())
-                self._proposer.found = before
-                return plan
-            again = copy.deepcopy(placed)
-        return again
-
-    def _leave_out(self, more: Sequence[tuple[str, str]]) -> None:
-        """Sharding types, by module, in all that is searched or told of the problem from now on; none to take all
-        back."""
-        left_out = (*self._session.context.left_out, *more) if more else ()
-        self._session.context.left_out = left_out
-        for space in filter(None, (self._session.wider, self._session.unrestricted)):
-            space.context.left_out = left_out
 
     def _searched_on(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
         """The best of many proposals, which were placed quickly, with ranks by all of the search; as it was, where the
@@ -200,17 +172,7 @@ class SearchLoop:
             set_ranks(option, None)
         partitioner.quickly = False
         try:
-            partitioner.partition(again, self._session.left)
+            partitioner.partition(again, self._model.left)
         except PlannerError:  # no room is found without the ranks that it came with
             return plan
         return again if self.perf_model.rate(again) < self.perf_model.rate(plan) else plan
-
-
-def estimator_of(context: PlanningContext) -> DreamShardEstimator:
-    """Of single shards, by the costs of a context."""
-    return DreamShardEstimator(context.topology, context=context)
-
-
-def enumerated(enumerator: Enumerator) -> Sequence[ShardingOption]:
-    """All options of the last module, as its enumerator keeps them; empty before, and where it keeps none."""
-    return getattr(enumerator, "last_stored_search_space", None) or ()

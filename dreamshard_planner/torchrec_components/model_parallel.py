@@ -13,7 +13,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 import dreamshard_planner
-from dreamshard_planner.planning.hardware import RankHardware, read_topology
+from dreamshard_planner.planning.ranks import RankHardware, read_topology
 from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
 
 

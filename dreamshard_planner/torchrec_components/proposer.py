@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
@@ -13,7 +12,6 @@ from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOpt
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.search_plan import HowToSearch, SearchedPlan, search_plan, with_cache_sizes
 from dreamshard_planner.search.effort import Deadline, portion
-from dreamshard_planner.search_space.options import by_table, refused, set_ranks
 
 TABLES_PLACED = 1000
 """Tables x proposals of each of TorchRec's proposers: some seconds for all."""
@@ -44,7 +42,7 @@ class SearchProposer(Proposer):
         """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a type that the context's
         constraints leave it."""
         self._options, self.found = self._context.searched_options(search_space), None
-        self._pending = self._searched(self._how)
+        self._pending = self._searched()
 
     def propose(self) -> list[ShardingOption] | None:
         """See ``Proposer.propose``; None when done."""
@@ -60,31 +58,9 @@ class SearchProposer(Proposer):
         """See ``Proposer.feedback``: there is one proposal."""
         self._pending = None
 
-    def propose_again(self, seconds: float | None) -> list[ShardingOption]:
-        """Return the proposal of another search, without the sharding types that the context leaves out by now; rivals
-        are those of the first.
-
-        Args:
-            seconds: cap on the search; None for none.
-
-        Raises:
-            PlannerError: a table has no option left, or nothing fits.
-        """
-        before, everything = self.found, by_table(self._options)
-        self._options = self._context.without_left_out(self._options)
-        if before is None or by_table(self._options).keys() != everything.keys():
-            raise refused("a table has no other sharding type")
-        for option in self._options:
-            set_ranks(option, None)
-        proposal = self._searched(replace(self._how, seconds=seconds))
-        if self.found is None or self.found.result is None:
-            raise refused("nothing fits without what is left out")
-        self.found = replace(self.found, rivals=before.rivals, torchrec=before.torchrec)
-        return proposal
-
-    def _searched(self, how: HowToSearch) -> list[ShardingOption]:
+    def _searched(self) -> list[ShardingOption]:
         """Without options whose cost is a guess, and among all only where nothing fits otherwise."""
-        options = self._context.certain_options(self._options)
+        options, how = self._context.certain_options(self._options), self._how
         self.found = search_plan(self._context, options, self._topology, how)
         if self.found.result is None and len(options) < len(self._options):
             options = self._options

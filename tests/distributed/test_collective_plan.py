@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import json
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import TIMEOUT_SECONDS, Rank, run_on_ranks
+from ranks import Rank, run_on_ranks
 from tiny import SHARDERS, TinyModel, make_planner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.distributed.planner import Topology
@@ -41,8 +40,7 @@ from dreamshard_planner.measure.collectives import (
     Payload,
     measure,
 )
-from dreamshard_planner.planning import hardware
-from dreamshard_planner.planning.collective import MAX_SHARE_OF_TIMEOUT, Failure
+from dreamshard_planner.planning import ranks
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
 
@@ -88,13 +86,6 @@ def wrong_size(rank: Rank) -> str:
     return _planned(DreamShardPlanner(effort="quick", topology=_topology(rank, more=1)), rank)
 
 
-class ReluctantError(Exception):
-    """Pickles, and fails to unpickle."""
-
-    def __init__(self, table: str, missing: int) -> None:
-        super().__init__(f"{table} lacks {missing}")
-
-
 class LockedError(ValueError):
     """Does not pickle."""
 
@@ -103,29 +94,12 @@ class LockedError(ValueError):
         self.lock = threading.Lock()
 
 
-def _local_error() -> Exception:
-    class LocalError(Exception):
-        pass
-
-    return LocalError("only here")
-
-
 ENDED = "planning on rank 0 ended with"
 ERRORS: dict[str, tuple[Callable[[], BaseException], tuple[str, str, str | None], tuple[str, str, str | None]]] = {
-    "local": (
-        _local_error,
-        ("LocalError", "only here", None),
-        ("DreamShardError", f"{ENDED} _local_error.<locals>.LocalError: only here", None),
-    ),
-    "reluctant": (
-        lambda: ReluctantError("t0", 7),
-        ("ReluctantError", "t0 lacks 7", None),
-        ("DreamShardError", f"{ENDED} ReluctantError: t0 lacks 7", None),
-    ),
     "locked": (
         lambda: LockedError("it is locked"),
         ("LockedError", "it is locked", None),
-        ("ValueError", "LockedError: it is locked", None),
+        ("DreamShardError", f"{ENDED} LockedError: it is locked", None),
     ),
     "planner": (
         lambda: PlannerError("too strict", PlannerErrorType.STRICT_CONSTRAINTS),
@@ -135,14 +109,13 @@ ERRORS: dict[str, tuple[Callable[[], BaseException], tuple[str, str, str | None]
     "statistics": (
         lambda: StatisticsError("feature 'f'"),
         ("StatisticsError", "feature 'f'", None),
-        ("StatisticsError", "feature 'f'", None),
+        ("DreamShardError", "feature 'f'", None),
     ),
     "interrupt": (
         KeyboardInterrupt,
         ("KeyboardInterrupt", "", None),
         ("DreamShardError", f"{ENDED} KeyboardInterrupt: ", None),
     ),
-    "exit": (lambda: SystemExit(3), ("SystemExit", "3", None), ("DreamShardError", f"{ENDED} SystemExit: 3", None)),
 }
 """Errors of rank 0: type, text and, of a PlannerError, its type, there and on the other ranks."""
 
@@ -164,52 +137,12 @@ def raised(rank: Rank) -> dict[str, tuple[str, str, str | None]]:
     return found
 
 
-class Unsendable(int):
-    """A rank that does not pickle, or does not unpickle."""
-
-    def __new__(cls, value: int, fails_there: bool) -> Unsendable:
-        made = super().__new__(cls, value)
-        made.fails_there = fails_there
-        return made
-
-    def __reduce__(self) -> Any:
-        if not self.fails_there:
-            raise TypeError("cannot pickle this rank")
-        return Unsendable, (0,)
-
-
-def unsendable_plan(rank: Rank) -> list[str]:
-    found = []
-    for fails_there in (False, True):
-
-        def disturb(options: list, fails_there=fails_there) -> list:
-            options[0].shards[0].rank = Unsendable(0, fails_there)
-            return options
-
-        found.append(_planned(DreamShardPlanner(effort="quick", topology=_topology(rank), callbacks=[disturb]), rank))
-        dist.barrier()
-    return found
-
-
 def ranks_given_other_things(rank: Rank) -> str:
     if rank.rank == 0:
         return same_plan(rank)
     return _planned(
         DreamShardPlanner(effort="quick", topology=_topology(rank, more=1, **_room(rank, 1000))), rank, sharders=()
     )
-
-
-PATIENCE = TIMEOUT_SECONDS // 2
-"""Seconds for which ranks of these tests wait for one another."""
-MOST_SECONDS = MAX_SHARE_OF_TIMEOUT * PATIENCE
-
-
-def asking_for_seconds(rank: Rank) -> list[str]:
-    asked = (MOST_SECONDS - 1, MOST_SECONDS + 1)
-    return [
-        _planned(DreamShardPlanner(effort="quick", topology=_topology(rank), search_seconds=seconds), rank)
-        for seconds in asked
-    ]
 
 
 def in_states(rank: Rank) -> list[str]:
@@ -229,7 +162,7 @@ def measured_collectives(rank: Rank) -> str:
 def hardware_of_each(rank: Rank) -> tuple[str, list[int]]:
     """Host memory of the ranks of the default topology, and the plan; only rank 0 plans without a topology."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hardware, "total_bytes", lambda: (rank.rank + 1) << 34)
+        patch.setattr(ranks, "total_bytes", lambda: (rank.rank + 1) << 34)
         planner = DreamShardPlanner(effort="quick", topology=None if rank.rank == 0 else _topology(rank), stats=[])
         return _planned(planner, rank), [device.storage.ddr for device in planner._topology.devices]
 
@@ -243,7 +176,7 @@ def hardware_unread(rank: Rank) -> str:
     with pytest.MonkeyPatch.context() as patch:
         planner = DreamShardPlanner(effort="quick", stats=[])
         if rank.rank == 1:
-            patch.setattr(hardware, "total_bytes", fail)
+            patch.setattr(ranks, "total_bytes", fail)
         return _planned(planner, rank)
 
 
@@ -263,9 +196,7 @@ EVERYWHERE = (
     plan_of_a_sharding_group,
     wrong_size,
     raised,
-    unsendable_plan,
     ranks_given_other_things,
-    asking_for_seconds,
     in_states,
     measured_collectives,
 )
@@ -309,29 +240,6 @@ def test_every_error_of_rank_0_reaches_all_ranks(name: str, told: dict[str, list
     first, *others = (of_rank[name] for of_rank in told["raised"])
     _, on_rank_0, elsewhere = ERRORS[name]
     assert first == on_rank_0 and others == [elsewhere] * len(others)
-
-
-def test_an_error_without_a_text_is_told_as_well() -> None:
-    class SilentError(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError("no text")
-
-    told = pickle.loads(pickle.dumps(Failure.of(SilentError()))).error()
-    assert type(told) is DreamShardError and str(told).endswith("SilentError: its text cannot be read: RuntimeError")
-
-
-def test_a_plan_that_does_not_pickle_is_an_error_on_all_ranks(told: dict[str, list[Any]]) -> None:
-    results = told["unsendable_plan"]
-    assert all(result == results[0] for result in results)
-    sent = "the plan cannot be sent to the other ranks, it does not pickle (TypeError: "
-    assert results[0][0] == f"{sent}cannot pickle this rank)"
-    assert results[0][1].startswith(sent) and "fails_there" in results[0][1]
-
-
-def test_planning_as_long_as_the_others_wait_is_refused(told: dict[str, list[Any]]) -> None:
-    for shorter, longer in told["asking_for_seconds"]:
-        assert shorter.count("table_wise") and f"rank 0 may plan for {MOST_SECONDS + 1:g} s" in longer
-        assert f"the other ranks wait for {PATIENCE} s" in longer and f"give less than {MOST_SECONDS:g} s" in longer
 
 
 def test_plans_are_sent_in_any_state_of_torch(told: dict[str, list[Any]]) -> None:

@@ -45,7 +45,7 @@ from dreamshard_planner import (
     observe,
     save_across_plans,
 )
-from dreamshard_planner.planning.collective import check_ranks
+from dreamshard_planner.planning.ranks import check_ranks
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW
 
 TYPES = {"t0": TW, "t1": RW, "t2": CW, "t3": TW}

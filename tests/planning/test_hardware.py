@@ -20,7 +20,7 @@ from dreamshard_planner.devices import GB, GPUS, card_of
 from dreamshard_planner.driver import Card
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.offline.from_plan import job_of
-from dreamshard_planner.planning.hardware import RankHardware, read_topology, told
+from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
 from tests.pretended import A100, ADA, H100, L40
 from tests.small_models import SHARDERS
 
@@ -108,7 +108,7 @@ def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(driver, "read_card", lambda: None)
     again = job_of(saved).machine.topology()
     assert saved.inputs.topology.cards == (A100.name,) and card_of(again) == A100.name
-    assert RooflineCost.of_topology(again) == RooflineCost.of_topology(planner._request.topology)
+    assert RooflineCost.of_topology(again) == RooflineCost.of_topology(planner._ranks.topology)
 
 
 @pytest.mark.usefixtures("group")
@@ -117,7 +117,7 @@ def test_a_given_topology_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
     planner = DreamShardPlanner(topology=Topology(world_size=1, compute_device="cuda"), stats=[])
     planner.collective_plan(tables())
-    assert planner._request.topology.devices[0].storage.hbm == 32 * 1024**3
+    assert planner._ranks.topology.devices[0].storage.hbm == 32 * 1024**3
     text = str(planner.report())
     assert "Planned for" not in text and text.count(f"the driver names {A100.name} with 42.4 GB at 1,555 GB/s") == 1
 
@@ -128,7 +128,7 @@ def test_sharding_groups_need_no_topology(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
     planner = DreamShardPlanner(stats=[], sharding_groups=ShardingGroups(size=1))
     planner.collective_plan(tables())
-    assert planner._request.all_ranks is not None and card_of(planner._request.topology) == H100.name
+    assert planner._ranks.all_ranks is not None and card_of(planner._ranks.topology) == H100.name
 
 
 @pytest.mark.usefixtures("group")
@@ -137,5 +137,5 @@ def test_torchrec_warns_neither_of_the_topology_nor_of_the_reservation(capfd: py
         warnings.simplefilter("error", FutureWarning)
         planner = DreamShardPlanner(stats=[])
         planner.collective_plan(tables())
-    assert planner._request.topology.devices[0].storage.ddr == total_bytes()
+    assert planner._ranks.topology.devices[0].storage.ddr == total_bytes()
     assert not re.search("TopologyFactory|dense tensor size", capfd.readouterr().err)

@@ -10,7 +10,6 @@ from small_models import collection, table
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import SGD
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -119,13 +118,3 @@ def test_estimates_of_a_kept_plan_are_by_our_costs() -> None:
     alike = {one.name: ParameterConstraints(sharding_types=[one.sharding_type]) for one in kept.options}
     searched = {one.name: one.total_perf for one in made(least_gain=0.0, constraints=alike).options}
     assert {one.name: one.total_perf for one in kept.options} == pytest.approx(searched)
-
-
-def test_a_plan_whose_ranks_would_send_other_types_gives_way_to_torchrecs() -> None:
-    halves = {f"t{index}": ParameterConstraints(output_dtype=DataType.FP16) for index in range(3)}
-    sizes = [(30_000, 64), (100_000, 8), (30_000, 32), (2_000, 8), (7_000, 8), (400, 8)]
-    made, plan = planned(sizes, constraints=halves, sharding_types=("table_wise",), least_gain=0.0)
-    for rank in (0, 1):
-        assert any(ranks == [rank] and name not in halves for name, (_, ranks) in plan.items())
-    assert any("different types" in str(note) for note in made.report().notes)
-    assert "searched" in {rival.name for rival in made.report().rivals}

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +29,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("memory", [sys.maxsize, 2**63, 10**20, 1.5e19, 10**100], ids="{:.3g}".format)
+@pytest.mark.parametrize("memory", [sys.maxsize, 1.5e19, 10**100], ids="{:.3g}".format)
 def test_memory_without_end_is_planned(device: str, memory: float) -> None:
     expected = ranks_of(planner(topology=topology(2, 2**40, device)).plan(small_model(), SHARDERS))
     assert ranks_of(planner(topology=topology(2, memory, device)).plan(small_model(), SHARDERS)) == expected
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("memory", [math.inf, math.nan, "80GB", 10**400], ids=lambda size: f"{size!r:.5}")
+@pytest.mark.parametrize(("device", "memory"), [("cpu", math.inf), ("cuda", math.nan), ("cuda", "80GB")])
 def test_memory_that_is_no_number_is_refused(device: str, memory: object) -> None:
     kind = "DDR" if device == "cpu" else "HBM"
     with pytest.raises(
@@ -44,7 +44,7 @@ def test_memory_that_is_no_number_is_refused(device: str, memory: object) -> Non
         planner(topology=topology(2, memory, device)).plan(small_model(), SHARDERS)
 
 
-@pytest.mark.parametrize("factor", [2.0 * MAX_PER_SAMPLE, 1e18, 1e300, 1e308])
+@pytest.mark.parametrize("factor", [2.0 * MAX_PER_SAMPLE, 1e308])
 def test_pooling_factors_that_cannot_be_meant_are_refused(factor: float) -> None:
     where = f"must be numbers from 0 to .*, got {re.escape(repr(factor))}; they count per sample"
     with pytest.raises(PlannerError, match=r"table 't0': pooling factors of \['t0_f0'\] " + where):
@@ -55,25 +55,21 @@ def test_pooling_factors_that_cannot_be_meant_are_refused(factor: float) -> None
             planner(constraints=constraints).plan(small_model(), SHARDERS)
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, "many", None])
-def test_constraints_that_are_no_numbers_are_refused(value: object) -> None:
-    constraints = {"t0": ParameterConstraints(pooling_factors=[value])}
-    with pytest.raises(PlannerError, match=f"table 't0': pooling_factors must be numbers from 0 .* got {value!r}"):
-        planner(constraints=constraints).plan(small_model(), SHARDERS)
-
-
-@pytest.mark.parametrize("size", [0, 0.5, 64.5])
-def test_batch_sizes_are_whole(size: float) -> None:
-    constraints = {"t1": ParameterConstraints(batch_sizes=[64, size])}
-    with pytest.raises(PlannerError, match=f"table 't1': batch_sizes must be whole numbers from 1, got {size!r}"):
-        planner(constraints=constraints).plan(small_model(), SHARDERS)
-
-
-@pytest.mark.parametrize("factor", [1e18, math.nan])
-def test_numbers_of_tables_that_are_left_out_are_checked_as_well(factor: float) -> None:
-    constraints = {"t0": ParameterConstraints(pooling_factors=[factor], device_group="cuda")}
-    with pytest.raises(PlannerError, match=f"table 't0': pooling_factors must be .* got {re.escape(repr(factor))}"):
-        planner(constraints=constraints).plan(small_model(), SHARDERS)
+@pytest.mark.parametrize(
+    ("constraint", "told"),
+    [
+        *(
+            ({"pooling_factors": [value]}, "pooling_factors must be numbers from 0 ")
+            for value in (math.inf, -1.0, "many", None)
+        ),
+        *(({"batch_sizes": [size]}, "batch_sizes must be whole numbers from 1, ") for size in (0, 64.5)),
+        ({"pooling_factors": [math.nan], "device_group": "cuda"}, "pooling_factors must be "),  # left out here
+    ],
+)
+def test_constraints_that_are_no_numbers_are_refused(constraint: dict[str, Any], told: str) -> None:
+    (value,) = next(iter(constraint.values()))
+    with pytest.raises(PlannerError, match=f"table 't0': {told}.*got {value!r}"):
+        planner(constraints={"t0": ParameterConstraints(**constraint)}).plan(small_model(), SHARDERS)
 
 
 def test_what_is_short_comes_before_torchrecs_advice() -> None:
@@ -91,24 +87,18 @@ def test_proposers_that_propose_nothing_are_named() -> None:
 
 
 def test_tables_that_fit_no_machine_are_refused_by_name() -> None:
-    made = planner(
-        topology=topology(memory=10**30),
-        statistics=TableStatistics({"t0_f0": FeatureStatistics(float(MAX_PER_SAMPLE))}),
-        constraints={"t0": ParameterConstraints(num_poolings=[float(MAX_PER_SAMPLE)])},
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-    )
+    most = float(MAX_PER_SAMPLE)
+    given = {
+        "topology": topology(memory=10**30),
+        "statistics": TableStatistics({"t0_f0": FeatureStatistics(most)}),
+        "storage_reservation": FixedPercentageStorageReservation(0.0),
+    }
+    largest = planner(**given)
+    largest.plan(small_model(), SHARDERS)
+    assert math.isfinite(largest.report().chosen.total_ms)
+    made = planner(constraints={"t0": ParameterConstraints(num_poolings=[most])}, **given)
     with pytest.raises(PlannerError, match="'sparse.t0' alone needs .*pooling factors .* lookups per sample"):
         made.plan(small_model(), SHARDERS)
-
-
-def test_the_largest_pooling_factor_is_planned_where_memory_never_ends() -> None:
-    made = planner(
-        topology=topology(memory=10**30),
-        statistics=TableStatistics({"t0_f0": FeatureStatistics(float(MAX_PER_SAMPLE))}),
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-    )
-    made.plan(small_model(), SHARDERS)
-    assert math.isfinite(made.report().chosen.total_ms)
 
 
 def test_the_largest_numbers_leave_room_for_sums() -> None:

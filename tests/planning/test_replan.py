@@ -126,13 +126,6 @@ def test_statistics_of_today_are_planned_with_beside_the_planner() -> None:
     assert made.saved_plan() == saved
 
 
-@pytest.mark.parametrize("lost", [[7], [-1], [0, 9]])
-def test_lost_ranks_have_to_be_there(lost: list[int]) -> None:
-    made = then()
-    with pytest.raises(ValueError, match=f"no rank {[rank for rank in lost if rank][-1]} "):
-        made.replan(made.saved_plan(), steps=10, lost=lost)
-
-
 def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
     made, module = planner(topology=topology(2), statistics=statistics("abcdefgh"), **ROOMY), model()
     made.plan(module, SHARDERS)
@@ -414,6 +407,8 @@ def test_bad_input_names_itself() -> None:
         ({"steps": -1}, "steps are a whole number from 0, got -1"),
         ({"steps": 1, "restart_seconds": -2.0}, "restart_seconds.*got -2.0"),
         ({"steps": 1, "bytes_per_s": -2.0}, "bytes_per_s above 0.*-2.0"),
+        ({"steps": 1, "lost": [0, 9]}, "no rank 9 "),
+        ({"steps": 1, "lost": [-1]}, "no rank -1 "),
     ):
         with pytest.raises(ValueError, match=words):
             made.replan(saved, **arguments)

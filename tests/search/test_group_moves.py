@@ -41,9 +41,9 @@ def test_many_tables_change_their_type_together_where_one_alone_gains_nothing() 
         least_gain=0.0,
     )
     planner.plan(collection(*tables), SHARDERS)
-    session = planner._loop.session
-    options = [option for option in session.search_space if option.compute_kernel in ("fused", "dense")]
-    cost = session.context.cost(session.context.read(options, session.left))
+    model = planner._loop.model
+    options = [option for option in model.search_space if option.compute_kernel in ("fused", "dense")]
+    cost = model.context.cost(model.context.read(options, model.left))
     whole = [next(i for i, o in enumerate(kinds) if o.sharding_type == "table_wise") for kinds in cost.problem.tables]
     start = lay(cost, whole)
     found = group_moves(cost, JointOptions(cost), start)

@@ -74,7 +74,6 @@ def test_mean_pooling_by_rows_tolerates_no_other_types() -> None:
     assert without_mixed_means({"a": [rw], "b": [tw]}, ["a"]) == {"a": [rw], "b": []}
     assert without_mixed_means({"a": [rw, tw]}, ["a"]) == {"a": [rw, tw]}
     assert without_mixed_means({"a": [rw, tw], "b": [rw]}, []) == {"a": [rw, tw], "b": [rw]}
-    assert without_mixed_means({"a": [rw, tw], "b": [rw, cw]}, ["a"], in_rows=True) == {"a": [rw], "b": [rw]}
 
 
 class Only(EmbeddingBagCollectionSharder):

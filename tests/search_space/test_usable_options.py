@@ -39,8 +39,8 @@ def test_halves_that_nobody_takes_open_no_slices() -> None:
     """Narrow tables may be halved where one is heavy; where none is, they are only whole."""
     made = planner(topology=topology(4), sharding_types=[TW, CW])
     made.plan(collection(*(table(f"t{i}", 1000, 64) for i in range(8))), SHARDERS)
-    session = made._loop.session
-    assert {option.sharding_type for option in session.context.searched_options(session.search_space)} == {TW}
+    model = made._loop.model
+    assert {option.sharding_type for option in model.context.searched_options(model.search_space)} == {TW}
 
 
 def test_slices_of_an_embedding_collection_keep_the_width_that_was_asked_for() -> None:

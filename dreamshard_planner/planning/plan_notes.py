@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a plan's figures rest on that nobody said, and by how much that could move them."""
+"""Notes on a plan: assumptions that its figures rest on, and changes in the training of its tables."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.search_space.kernels import in_host_memory
-from dreamshard_planner.search_space.options import fqn_of
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.kernels import DENSE, in_host_memory
+from dreamshard_planner.search_space.options import fqn_of, type_of
+from dreamshard_planner.search_space.replica_rules import DENSE_KERNELS
+from dreamshard_planner.search_space.sharding_types import inexact
 from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
@@ -168,3 +171,39 @@ def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[No
         return (Note("assumption", text, figures),) if outside else ()
     text = f"{assumed}; a host like this one has {size_in_words(here_bytes)} for all of its ranks"
     return (Note("assumption", text, figures),) if host_bytes > here_bytes else ()
+
+
+def training_notes(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> list[str]:
+    """A sentence per sharding type and reason: which tables train differently than whole ones, and why."""
+    changed: dict[tuple[str, str], list[str]] = {}
+    for option in plan:
+        reason = inexact(option.sharding_type, reader.facts(option, compute_device))
+        if reason is not None:
+            changed.setdefault((option.sharding_type, reason), []).append(fqn_of(option))
+    return [
+        f"{first_of(sorted(tables), NAMED)}: {kind} trains differently than a whole table, {reason}"
+        for (kind, reason), tables in sorted(changed.items())
+    ]
+
+
+def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> tuple[str, ...]:
+    """Return a warning for each way in which the plan takes an in-backward optimizer away from tables."""
+    trained = [option for option in plan if reader.in_backward(option)]
+    replicated = [
+        fqn_of(option)
+        for option in trained
+        if type_of(option).is_replicated and not reader.facts(option, compute_device).replicas_follow
+    ]
+    cut = (option for option in trained if not type_of(option).is_replicated)
+    dense = [fqn_of(option) for option in cut if option.compute_kernel == DENSE]
+    warnings = []
+    if replicated:
+        warnings.append(
+            f"{first_of(sorted(replicated), NAMED)}: the plan is data_parallel, which takes the in-backward optimizer "
+            "away. They are trained only by an optimizer of the script's own, over "
+            "in_backward_optimizer_filter(model.named_parameters()), unless attach_optimizers(model) can give it back; "
+            "or name other types in their ParameterConstraints.sharding_types"
+        )
+    if dense:
+        warnings.append(f"{first_of(sorted(dense), NAMED)}: {DENSE_KERNELS}")
+    return tuple(warnings)

@@ -1,0 +1,126 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The options that exact training excludes, and notes on what that costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
+from torchrec.distributed.types import ModuleSharder
+
+from dreamshard_planner.planning.baseline import torchrec_plan
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.search_space.enumeration import sharding_only
+from dreamshard_planner.search_space.kernels import memory_of
+from dreamshard_planner.search_space.modules import shardable_tables
+from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs
+from dreamshard_planner.support.torch_state import neutral, single_thread
+
+
+def opened_types(
+    exact: Mapping[str, ParameterConstraints], all_types: Mapping[str, ParameterConstraints]
+) -> dict[str, set[str]]:
+    """Return the sharding types that only the second constraints allow, by table; only of tables that have some."""
+    opened = {}
+    for name, constraint in all_types.items():
+        allowed = exact[name].sharding_types or () if name in exact else ()
+        if types := set(constraint.sharding_types or ()) - set(allowed):
+            opened[name] = types
+    return opened
+
+
+@dataclass(frozen=True)
+class WiderSpace:
+    """The options that a model would have without exact training, or with optimizers attached to replicas."""
+
+    context: PlanningContext
+    """With the wider constraints."""
+    module: nn.Module
+    """Without weights."""
+    sharders: Sequence[ModuleSharder[nn.Module]]
+    batch_size: int
+    topology: Topology
+    """What the storage reservation left."""
+    opened: Mapping[str, set[str]]
+    """Sharding types that only this space has, by name of the table."""
+
+    def enumerated(self, names: Collection[str]) -> list[ShardingOption]:
+        """Return the options of the tables with these names."""
+        found = shardable_tables(self.module, self.sharders)
+        tables = frozenset((id(table.module), table.name) for table in found if table.name in names)
+        sharders = [sharding_only(tables, sharder) for sharder in self.sharders]
+        return self.context.enumerator(self.batch_size).enumerate(self.module, sharders)
+
+    def opened_in_words(self, names: Collection[str] | None = None) -> str:
+        """Return the types that only this space has, and of how many tables; of those named, or of all."""
+        types = chain.from_iterable(kinds for name, kinds in self.opened.items() if names is None or name in names)
+        return ", ".join(f"{kind} for {count} table(s)" for kind, count in sorted(Counter(types).items()))
+
+
+def forced_out_note(space: WiderSpace, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Return a note on tables outside device memory that exact training may keep there; none without such tables.
+
+    Args:
+        space: the options without exact training.
+        plan: the exact plan, with ranks.
+    """
+    if space.context.topology.compute_device == "cpu":
+        return ()
+    constraints: Mapping[str, ParameterConstraints] = space.context.constraints or {}
+    outside = set()
+    for option in plan:
+        kernels = constraints[option.name].compute_kernels if option.name in constraints else None
+        may_be_inside = not kernels or any(memory_of(kernel) == "device" for kernel in kernels)
+        if option.name in space.opened and may_be_inside and memory_of(option.compute_kernel) != "device":
+            outside.add(option.name)
+    if not outside:
+        return ()
+    text = (
+        f"Exact training may keep {len(outside)} table(s) out of device memory: it leaves out "
+        f"{space.opened_in_words(outside)}, by which they may fit (exact_training=False allows it)"
+    )
+    return (Note("forced_out", text, {"tables": len(outside)}),)
+
+
+@neutral()
+@torch.no_grad()
+def left_out_note(
+    space: WiderSpace, attached: WiderSpace | None, searched: Sequence[ShardingOption], plan: Sequence[ShardingOption]
+) -> Note:
+    """Return a note on the options that exact training excludes, with the predicted cost of TorchRec's plan over all.
+
+    Args:
+        space: the options without exact training.
+        attached: the options with optimizers attached to replicas; None if these are no more.
+        searched: the options of exact training.
+        plan: the exact plan, with ranks.
+    """
+    context = space.context
+    with single_thread():
+        options = [option for option in searched if option.name not in space.opened]
+        options += context.usable_options(space.enumerated(space.opened))
+        if not any(map(context.is_guess, plan)):
+            options = context.certain_options(options)
+        order = {fqn: index for index, fqn in enumerate(by_table(searched))}
+        options.sort(key=lambda option: order[fqn_of(option)])
+        offered = [option for option in options if is_torchrecs(option)]
+        theirs = torchrec_plan(offered, space.topology, context.estimate_as_torchrec)
+        exact_ms = float(context.rated(plan).overall_ms_B[0])
+        theirs_ms = None if theirs is None else float(context.rated(theirs.options).overall_ms_B[0])
+    text = f"exact training leaves out {space.opened_in_words()} (exact_training=False allows it): TorchRec's plan "
+    figures = {"exact_ms": exact_ms}
+    if theirs_ms is None:
+        text += "over all options is not found"
+    else:
+        factor = exact_ms / theirs_ms if theirs_ms > 0 else 1.0
+        text += f"over all options is predicted at {theirs_ms:.3f} ms, this plan at {exact_ms:.3f} ({factor:.3f} times)"
+        figures["torchrec_ms"] = theirs_ms
+    if attached is not None:
+        text += f"; optimizers_attached=True allows {attached.opened_in_words()} and trains exactly"
+    return Note("beyond_exact_training", text, figures)

@@ -1,0 +1,264 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The ranks that a plan is for: their hardware, which is the default of a planner without ``topology``, their sharding
+groups, and one plan for all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torchrec.distributed.comm import get_local_size, get_topology_domain_multiple
+from torchrec.distributed.planner.types import PlannerError, Topology
+from torchrec.distributed.types import ShardingPlan
+
+from dreamshard_planner import driver
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
+from dreamshard_planner.devices import GB, gpu_of, listed_like, make_topology, speed_of
+from dreamshard_planner.driver import Card
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.measure.hardware import total_bytes
+from dreamshard_planner.measure.ranks import Ranks
+from dreamshard_planner.problem.sharding_groups import ShardingGroups
+from dreamshard_planner.support.formatting import gb_per_s
+from dreamshard_planner.support.torch_state import neutral
+
+
+@dataclass(frozen=True)
+class RankHardware:
+    """One rank's GPU, and the memory of its host."""
+
+    card: Card | None
+    """None on CPUs."""
+    host_memory_bytes: int
+    """Memory of the whole host, as far as the rank's cgroup may have it."""
+
+    @classmethod
+    def here(cls, compute_device: str) -> RankHardware:
+        """Read this process's hardware."""
+        return cls(driver.read_card() if compute_device == "cuda" else None, total_bytes())
+
+
+def gathered(pg: dist.ProcessGroup, compute_device: Callable[[], str | None]) -> tuple[str, list[RankHardware]] | None:
+    """Read the hardware of all ranks of a group, each its own; all ranks call this.
+
+    Args:
+        pg: the group.
+        compute_device: called on rank 0 alone. Returns ``cuda``, ``cpu`` or ``mtia``, or None to read nothing.
+
+    Returns:
+        The kind of device, and the hardware of each rank; None if nothing was read.
+    """
+    ranks = Ranks(pg.rank(), pg.size(), group=pg)
+    with neutral():
+        device = ranks.from_first(compute_device)
+        return None if device is None else (device, ranks.gather(lambda: RankHardware.here(device)))
+
+
+def read_topology(compute_device: str, ranks: Sequence[RankHardware], on_host: int | None = None) -> Topology:
+    """Make the topology of ranks: the bandwidths of the slowest card, and the memory of each rank's own.
+
+    Args:
+        compute_device: ``cuda``, ``cpu`` or ``mtia``.
+        ranks: hardware of each rank.
+        on_host: ranks of a host, or None to take those that TorchRec finds.
+    """
+    on_host = on_host or get_local_size(len(ranks))
+    cards = {rank.card for rank in ranks if rank.card is not None}
+    by_speed = sorted(cards, key=lambda card: (speed_of(card), card.name))
+    bytes_per_ms: dict[str, Any] = {}
+    if by_speed:
+        like = [listed_like(card) for card in by_speed]
+        networks = [gpu.network_bytes_per_s for gpu in like if gpu.network_bytes_per_s is not None]
+        bytes_per_ms = {
+            "hbm_mem_bw": speed_of(by_speed[0]) / 1e3,
+            "hbm_to_ddr_mem_bw": min(gpu.host_bytes_per_s for gpu in like) / 1e3,
+            "intra_host_bw": min(gpu.link_bytes_per_s for gpu in like) / 1e3,
+            # A card without a published network has TorchRec's default.
+            "inter_host_bw": min(networks) / 1e3 if len(networks) == len(like) else None,
+        }
+    return make_topology(
+        len(ranks),
+        compute_device,
+        on_host,
+        cards=dict.fromkeys(card.name for card in by_speed),
+        pod_size=get_topology_domain_multiple(),
+        rank_memory_bytes={
+            "DDR": [rank.host_memory_bytes // on_host for rank in ranks],
+            **({"HBM": [(rank.card or by_speed[0]).memory_bytes for rank in ranks]} if by_speed else {}),
+        },
+        **bytes_per_ms,
+    )
+
+
+def topology_here() -> tuple[Topology, str]:
+    """Return the topology of the default process group, all of whose ranks are taken for alike, and its description.
+
+    Raises:
+        DreamShardError: there is no process group.
+    """
+    if not dist.is_initialized():
+        raise DreamShardError(
+            "there is no process group to take the topology from: give topology=Topology(world_size=..., "
+            "compute_device=...), or call torch.distributed.init_process_group() first"
+        )
+    device = driver.compute_device()
+    alike = [RankHardware.here(device)] * dist.get_world_size()
+    topology = read_topology(device, alike)
+    return topology, told(topology, alike, "the driver of this rank")
+
+
+def told(topology: Topology, ranks: Sequence[RankHardware], whose: str = "the driver") -> str:
+    """Describe a topology that :func:`read_topology` made, in a sentence without its full stop.
+
+    Args:
+        topology: of all ranks.
+        ranks: hardware of each rank.
+        whose: driver that told it.
+    """
+    on_host = topology.local_world_size
+    hosts = f" on {topology.world_size // on_host} hosts" if topology.world_size > on_host else ""
+    host_memory = _sizes([device.storage.ddr for device in topology.devices])
+    cards = [rank.card for rank in ranks if rank.card is not None]
+    if not cards:
+        kind = "CPU" if topology.compute_device == "cpu" else topology.compute_device
+        return f"{topology.world_size} x {kind} rank{hosts}, read from the system: {host_memory} of host memory each"
+    counts = Counter(card.name for card in cards)
+    named = " and ".join(f"{count} x {name}" for name, count in counts.items())
+    slowest = " (the slowest card's)" if len(counts) > 1 else ""
+    bandwidths = topology.comms_bandwidths
+    links = [f"{gb_per_s(bandwidths.intra_host_bw)} within a host"] * (min(on_host, topology.world_size) > 1)
+    links += [f"{gb_per_s(bandwidths.inter_host_bw)} between hosts"] * bool(hosts)
+    text = (
+        f"{named}{hosts}, read from {whose}: {_sizes([card.memory_bytes for card in cards])} each at "
+        f"{gb_per_s(topology.hbm_mem_bw)}{slowest}, {gb_per_s(topology.hbm_to_ddr_mem_bw)} to {host_memory} of host "
+        f"memory{''.join(f', {link}' for link in links)}"
+    )
+    for card in {card.name: card for card in cards if gpu_of(card.name) is None}.values():
+        like, own = listed_like(card).title, card.memory_bytes_per_s is not None
+        taken = "links are" if own else "bandwidth and links are"
+        text += f"; {card.name} is not listed, and its {taken} those of {like}, the closest listed card"
+    return text
+
+
+def _sizes(sizes_bytes: Sequence[int]) -> str:
+    least, most = min(sizes_bytes) / GB, max(sizes_bytes) / GB
+    return f"{most:,.1f} GB" if f"{least:,.1f}" == f"{most:,.1f}" else f"{least:,.1f} to {most:,.1f} GB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRanks:
+    """The ranks that a plan is for, and what is known of them."""
+
+    topology: Topology
+    """The ranks of one sharding group."""
+    checkpoint: Checkpoint
+    """Costs and policy for them."""
+    sync_ms_per_byte: float = 0.0
+    """Milliseconds of averaging the replicas of other sharding groups."""
+    all_ranks: Topology | None = None
+    """The ranks of all sharding groups; None without ``sharding_groups``."""
+    hardware: str = ""
+    """Description of the hardware that the topology was read from; empty if the topology was given."""
+
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        checkpoint: str | Path | Checkpoint,
+        groups: ShardingGroups | None,
+        hardware: str = "",
+    ) -> PlannedRanks:
+        """Divide all ranks into sharding groups, if there are any.
+
+        Raises:
+            CheckpointError: the checkpoint can't be read.
+            DreamShardError: the ranks are no whole number of sharding groups.
+        """
+        one, sync_ms_per_byte = topology, 0.0
+        if groups is not None:
+            one, sync_ms_per_byte = groups.topology(topology), groups.sync_ms_per_byte(topology)
+        return cls(
+            topology=one,
+            checkpoint=resolve_for(one, checkpoint),
+            sync_ms_per_byte=sync_ms_per_byte,
+            all_ranks=None if groups is None else topology,
+            hardware=hardware,
+        )
+
+    @property
+    def groups(self) -> int:
+        """Number of sharding groups, and so of replicas of each shard."""
+        return 1 if self.all_ranks is None else self.all_ranks.world_size // self.topology.world_size
+
+
+def plan_on_rank_0(make: Callable[[], ShardingPlan], pg: dist.ProcessGroup) -> ShardingPlan:
+    """Call ``make`` on rank 0 of the group, and return its plan on every rank.
+
+    Raises:
+        BaseException: the error of ``make``, on rank 0.
+        PlannerError, DreamShardError: on the other ranks, if ``make`` raised one of these, with its text.
+        DreamShardError: on the other ranks, if ``make`` raised another error; names its type and text.
+    """
+    if pg.size() == 1:
+        return make()
+    message: list[Any] = [None, None]
+    """The plan, and the error of the other ranks."""
+    failed: BaseException | None = None
+    try:
+        if pg.rank() == 0:
+            try:
+                message[0] = make()
+            except BaseException as error:  # an interrupt as well: the other ranks are waiting
+                failed, message[1] = error, _elsewhere(error)
+        with neutral():
+            dist.broadcast_object_list(message, group_src=0, group=pg)
+        if failed is not None:
+            raise failed
+        if message[1] is not None:
+            raise message[1]
+        return cast("ShardingPlan", message[0])
+    finally:
+        # An error holds this frame: without this it would keep itself, and the group, whose threads must not outlive
+        # Python.
+        del failed, message, pg
+
+
+def _elsewhere(error: BaseException) -> Exception:
+    """Return the error of the other ranks for one of rank 0, which need not pickle."""
+    if isinstance(error, PlannerError):
+        return PlannerError(str(error), error.error_type)
+    text = f"planning on rank 0 ended with {type(error).__name__}: {error}"
+    return DreamShardError(str(error) if isinstance(error, DreamShardError) else text)
+
+
+def check_ranks(planned: int, all_ranks: Topology | None, ranks: int, in_groups: bool) -> None:
+    """Whether a plan serves a process group.
+
+    Args:
+        planned: ranks that the plan is for.
+        all_ranks: of all sharding groups; None where nobody spoke of any.
+        ranks: of the process group.
+        in_groups: whether these may form several sharding groups.
+
+    Raises:
+        DreamShardError: where not; says what would help.
+    """
+    if not in_groups and planned != ranks:
+        raise DreamShardError(
+            f"the planner's topology has {planned} ranks, and there are {ranks} to shard over: plan for all of them "
+            "(sharding groups are for TorchRec's DMPCollection)"
+        )
+    if all_ranks is not None and ranks not in (all_ranks.world_size, planned):
+        raise DreamShardError(
+            f"the process group has {ranks} ranks, and the planner's topology {all_ranks.world_size} in sharding "
+            f"groups of {planned}: give the topology of all ranks"
+        )
+    if ranks % planned:
+        raise DreamShardError(
+            f"the process group has {ranks} ranks, which are no whole number of sharding groups of the {planned} ranks "
+            "that the planner's topology has"
+        )
