@@ -172,10 +172,6 @@ class ModelProblem:
         """Sharding types that each table may not take, and why, by its fully qualified name."""
         return {} if self.context.constraints is None else self.context.constraints.left_out
 
-    def planned(self, search_space: Sequence[ShardingOption]) -> ModelProblem:
-        """The same with all options of the module."""
-        return replace(self, search_space=search_space)
-
     @cached_property
     def inputs(self) -> PlanInputs:
         """What plans are made from."""
