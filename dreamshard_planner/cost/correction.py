@@ -31,7 +31,7 @@ from dreamshard_planner.cost.compute import (
 )
 from dreamshard_planner.cost.fit import predict_ms
 from dreamshard_planner.cost.labelled_sets import LabelledSets
-from dreamshard_planner.workload.features import FEATURE_INDEX, columns, optimizer_of
+from dreamshard_planner.workload.features import columns, optimizer_of
 
 DIRECTIONS = ("forward", "backward")
 
@@ -41,10 +41,9 @@ OTHER_TABLES = 0.03
 """How much further sets of tables of another kind may be off than those that costs were checked with."""
 FEW_SETS, ENOUGH_SETS = 6, 40
 """Of one optimizer: below the first a check tells nothing; from the second on, more sets change little."""
-LEAST_GAIN, LEAST_GAIN_OF_GOOD, BUSY_GAIN = 0.02, 0.05, 0.20
+LEAST_GAIN, LEAST_GAIN_OF_GOOD = 0.02, 0.05
 """Of the mean error, below which nothing is changed: levels drift from one hour to the next, and errors of good costs
-have to be halved as well, or a quiet minute does harm in the next. The last is added where others had the core, by the
-share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
+have to be halved as well, or a quiet minute does harm in the next."""
 MOST_FOLDS = 20
 """Parts that sets are divided into, to be held out in turn."""
 TERMS = ((0,), (1,), (2,), (0, 1), (0, 2), (0, 3), (0, 4), (0, 1, 2), (0, 1, 4))
@@ -66,8 +65,6 @@ class StageCheck:
     """Mean error of what was chosen, and its standard deviation between sets."""
     spread: float
     changed: bool = False
-    remark: str = ""
-    """Which dims or batches are off most, if that can be told."""
 
     @property
     def good(self) -> bool:
@@ -85,22 +82,16 @@ class StageCheck:
         side = "off" if abs(self.bias) < self.before / 2 else "too low" if self.bias < 0 else "too high"
         return f"{100 * self.before:.0f} % {side}"
 
-    def to_dict(self, seconds: float | None = None, advise: bool = True) -> dict[str, Any]:
-        """For JSON; ``said`` is all of it in words, after so many seconds of measuring; None: of observed kernels.
-        ``advise``: how much longer, where that would help."""
+    def to_dict(self, observed: bool = False) -> dict[str, Any]:
+        """For JSON; ``said`` is all in words, with what to do about kernels ``observed`` in training, or about sets."""
         if self.good:
             verdict = "good"
-        elif seconds is None:
+        elif observed:
             verdict = "observe other plans as well"
-        elif self.sets < FEW_SETS:
-            verdict = f"{self.sets} set(s) are too few to tell"
         else:
-            missing = math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
-            verdict = "dreamshard train would learn it"
-            if missing > 0:
-                verdict = f"measure {missing} minute{'s' * (missing > 1)} longer" if advise else "not good"
+            verdict = "measure longer" if self.sets < ENOUGH_SETS else "dreamshard train would learn it"
         now = f"was {self.off}, is now {100 * self.after:.0f} % off" if self.changed else f"is {self.off}"
-        return {**asdict(self), "good": self.good, "said": f"{self.stage} {now}{self.remark}: {verdict}"}
+        return {**asdict(self), "good": self.good, "said": f"{self.stage} {now}: {verdict}"}
 
 
 def choose_corrections(
@@ -108,7 +99,6 @@ def choose_corrections(
     in_use: Corrections,
     sets: LabelledSets,
     half_X: Tensor | None = None,
-    others_share: float = 0.0,
 ) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
     """Choose corrections that sets confirm, and tell how far costs are off.
 
@@ -122,7 +112,6 @@ def choose_corrections(
         sets: measured sets, or kernels observed in training.
         half_X: of sets drawn at random, which half each is in, 0 or 1: each is held out as a whole, since its tables
             are others. None for kernels of plans, which are held out one by one, and whose errors count by their times.
-        others_share: share of the time for which others had the core.
 
     Returns:
         The corrections, and a check of every optimizer and direction that there are sets of.
@@ -141,7 +130,7 @@ def choose_corrections(
         fold_X = torch.arange(len(stage.at_X)) % MOST_FOLDS if half_X is None else half_X[stage.at_X]
         weight_X = torch.ones_like(used_X) if half_X is not None else stage.label_X / stage.label_X.mean()
         before = float((used_X.abs() * weight_X).mean())
-        least = BUSY_GAIN * others_share + (max(LEAST_GAIN_OF_GOOD, before / 2) if before <= GOOD else LEAST_GAIN)
+        least = max(LEAST_GAIN_OF_GOOD, before / 2) if before <= GOOD else LEAST_GAIN
         best_terms, best_X, best_gain = None, used_X, 0.0
         for terms in TERMS:
             error_X = stage.held_out_errors(terms, fold_X, used_N)
@@ -151,7 +140,7 @@ def choose_corrections(
                 best_terms, best_X, best_gain = terms, error_X, gain
         if best_terms is not None:
             chosen[stage.optimizer][stage.way] = stage.fitted(best_terms).tolist()
-        checks.append(stage.check(sets, used_X * weight_X, best_X * weight_X, best_terms is not None))
+        checks.append(stage.check(used_X * weight_X, best_X * weight_X, best_terms is not None))
     corrections = {name: both for name, both in chosen.items() if any(tuple(rates) != UNCHANGED for rates in both)}
     return corrections, checks
 
@@ -159,7 +148,7 @@ def choose_corrections(
 def check_costs(compute: ComputeCost, sets: LabelledSets) -> list[StageCheck]:
     """Tell how far costs are off, by optimizer and direction."""
     errors = [(stage, stage.errors(torch.tensor(UNCHANGED, dtype=torch.float64))) for stage in _stages(compute, sets)]
-    return [stage.check(sets, error_X, error_X, False) for stage, error_X in errors]
+    return [stage.check(error_X, error_X, False) for stage, error_X in errors]
 
 
 @dataclass(frozen=True)
@@ -198,13 +187,11 @@ class _Stage:
         factor_N[list(terms)] = _least_relative_error(terms_XN[:, list(terms)], fixed_X, label_X, 0 in terms)
         return factor_N
 
-    def check(self, sets: LabelledSets, before_X: Tensor, after_X: Tensor, changed: bool) -> StageCheck:
+    def check(self, before_X: Tensor, after_X: Tensor, changed: bool) -> StageCheck:
         """Sum up errors before and after."""
         figures = before_X.abs().mean(), before_X.median(), after_X.abs().mean(), after_X.abs().std(unbiased=False)
         before, bias, after, spread = (round(float(x), 4) for x in figures)
-        remark = _remark(after_X.abs(), sets, self.at_X)
-        direction = DIRECTIONS[self.way]
-        return StageCheck(self.optimizer, direction, len(self.at_X), before, bias, after, spread, changed, remark)
+        return StageCheck(self.optimizer, DIRECTIONS[self.way], len(self.at_X), before, bias, after, spread, changed)
 
 
 def _stages(compute: ComputeCost, sets: LabelledSets) -> Iterator[_Stage]:
@@ -237,16 +224,3 @@ def _least_relative_error(terms_XK: Tensor, fixed_X: Tensor, label_X: Tensor, sc
         f_scale=0.05,
     )
     return torch.from_numpy(solved.x) / unit_K
-
-
-def _remark(error_X: Tensor, sets: LabelledSets, at_X: Tensor) -> str:
-    """Whether large dims, or batches, are off twice as much as small ones, or half, and too much."""
-    for feature, what in (("log2_batch_size", "batches"), ("log2_dim", "dims")):
-        value_S1 = sets.features_SF[:, [FEATURE_INDEX[feature]]]
-        value_X = (sets.sum(value_S1) / sets.offsets_X1.diff()[:, None])[at_X, 0]
-        halves = [error_X[(value_X > value_X.median()) == above] for above in (True, False)]
-        means = [float(half.mean()) for half in halves]
-        if min(map(len, halves)) >= FEW_SETS and max(means) > max(GOOD, 2 * min(means)):
-            side = "above" if means[0] > means[1] else "up to"
-            return f" ({100 * max(means):.0f} % at {what} {side} {2 ** float(value_X.median()):.0f})"
-    return ""

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dreamshard_planner.errors import DatasetError, TaskError
+from dreamshard_planner.errors import DatasetError
 from dreamshard_planner.support.documents import check_version
 from dreamshard_planner.support.files import MAX_READ_BYTES, brief, check_readable, parse_json, write_whole
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
@@ -246,8 +246,6 @@ class CostDataset:
     @staticmethod
     def concatenate(datasets: Sequence[CostDataset]) -> CostDataset:
         """One dataset of several from the same hardware with equally many repeats; date and seed of the first."""
-        if not datasets:
-            raise TaskError("no datasets to concatenate")
         first = datasets[0]
         for other in datasets[1:]:
             require_same_hardware("concatenate", first.hardware, other.hardware)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.compute import OPTIMIZERS, ComputeCost
+from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.correction import StageCheck, choose_corrections
 from dreamshard_planner.cost.labelled_sets import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
@@ -52,7 +52,13 @@ class ObservedSets:
         """
         found: dict[tuple[Any, ...], tuple[list[Workload], list[list[float]]]] = {}
         left_out: dict[str, None] = {}
-        for run, rank, index, kernel in _kernels(observation):
+        kernels = (
+            (run, rank, index, kernel)
+            for run in observation.runs
+            for rank in run.ranks
+            for index, kernel in enumerate(rank.kernels)
+        )
+        for run, rank, index, kernel in kernels:
             workloads, reason = _asked(run, rank, index, kernel)
             if reason:
                 left_out[reason] = None
@@ -68,13 +74,6 @@ class ObservedSets:
         labels_X2 = torch.tensor([torch.tensor(times).mean(0).tolist() for _, times in found.values()])
         sets = LabelledSets.of([workloads for workloads, _ in found.values()], labels_X2)
         return cls(sets, frozenset(kind for kind, *_ in found), tuple(left_out))
-
-
-def _kernels(observation: Observation) -> Iterator[tuple[ObservedRun, RankSteps, int, ObservedKernel]]:
-    for run in observation.runs:
-        for rank in run.ranks:
-            for index, kernel in enumerate(rank.kernels):
-                yield run, rank, index, kernel
 
 
 def _asked(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel) -> tuple[list[Workload], str]:
@@ -94,15 +93,6 @@ def _asked(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel
     if abs(told - read) > OTHER_LOOKUPS * read:
         return [], f"{name}: the kernel reads {read:,.0f} ids a step, and the batches have {told:,.0f} for it"
     return workloads, ""
-
-
-def prior_of(checkpoint: Checkpoint, observation: Observation) -> tuple[ComputeCost, tuple[float, float]]:
-    """Uncorrected costs, and the bandwidths of memory and of the link to the host's, in bytes per millisecond."""
-    device, name = str(observation.hardware["device"]), str(observation.hardware.get("name"))
-    prior = RooflineCost.of_topology(observation.topology)
-    in_use = prior.memory_bytes_per_ms, prior.uvm_bytes_per_ms
-    memory, link = checkpoint.metadata.get("learned", {}).get("bytes_per_ms") or in_use
-    return checkpoint.cost or RooflineCost.of_bandwidths(device, memory, link, name), (memory, link)
 
 
 @neutral()
@@ -133,12 +123,18 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
             "observe it with the fast ones (dreamshard doctor says how)"
         )
     observed = ObservedSets.of(observation)
-    device, known = observation.hardware["device"], checkpoint.metadata.get("hardware", {}).get("device")
+    device, known = str(observation.hardware["device"]), checkpoint.metadata.get("hardware", {}).get("device")
     if known != device and (checkpoint.cost is not None or "learned" in checkpoint.metadata):
         raise ObservationError(
             f"{checkpoint.name} has costs of {known}, and {device} was observed: use --checkpoint auto"
         )
-    compute, bytes_per_ms = prior_of(checkpoint, observation)
+    prior = RooflineCost.of_topology(observation.topology)
+    # Bandwidths of memory and of the link to the host's: corrections are of these, whatever the topology says later.
+    memory, link = checkpoint.metadata.get("learned", {}).get("bytes_per_ms") or (
+        prior.memory_bytes_per_ms,
+        prior.uvm_bytes_per_ms,
+    )
+    compute = checkpoint.cost or RooflineCost.of_bandwidths(device, memory, link, str(observation.hardware.get("name")))
     corrections, checks = choose_corrections(compute, checkpoint.metadata.get("corrections", {}), observed.sets)
     collectives, exchanges = learn_exchanges(observation, checkpoint)
     if not force and not any(check.changed for check in checks) and not exchanges:
@@ -146,10 +142,12 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         raise CalibrationRefused(
             f"{observation.title} ({kernels}): no correction made the costs of {checkpoint.name} better on kernels or "
             "exchanges held out; observe another plan too",
-            [check.to_dict() for check in checks],
+            [check.to_dict(observed=True) for check in checks],
         )
     title = f"{observation.title} on {hardware_name(observation.hardware)}"
-    unseen = _unseen(observed)
+    seen = set(optimizer_of(observed.sets.features_SF).tolist())
+    unseen = [title for index, title in enumerate(OPTIMIZERS.values()) if index not in seen]
+    unseen += [kind for kind in SHARDING_TYPES if kind not in observed.kinds]
     # Of what an earlier learning had observed, corrections are kept: that is not as it was before any.
     ever_unseen = checkpoint.metadata.get("learned", {}).get("never_observed", unseen)
     never, earlier = ([one for one in unseen if (one in ever_unseen) == yes] for yes in (True, False))
@@ -158,10 +156,10 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         "runs": len(observation.runs),
         "steps": observation.steps,
         "sets": len(observed.sets),
-        "bytes_per_ms": list(bytes_per_ms),
+        "bytes_per_ms": [memory, link],
         "title": title,
         "said": _said(title, checks, earlier, never),
-        "checks": [check.to_dict() for check in checks],
+        "checks": [check.to_dict(observed=True) for check in checks],
         "exchanges": exchanges,
         "never_observed": never,
         "left_out": list(observed.left_out),
@@ -176,13 +174,6 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     }
     Checkpoint(checkpoint.policy, checkpoint.cost, metadata).save(out)
     return Checkpoint.load(out)
-
-
-def _unseen(observed: ObservedSets) -> list[str]:
-    """Optimizers and sharding types that are not among these."""
-    seen = set(optimizer_of(observed.sets.features_SF).tolist())
-    optimizers = [title for index, title in enumerate(OPTIMIZERS.values()) if index not in seen]
-    return optimizers + [kind for kind in SHARDING_TYPES if kind not in observed.kinds]
 
 
 def _said(title: str, checks: Sequence[StageCheck], earlier: Sequence[str], never: Sequence[str]) -> str:

@@ -97,7 +97,7 @@ def calibrate(
     def corrected() -> Checkpoint:
         in_use = checkpoint.metadata.get("corrections", {})
         sets = LabelledSets.of_dataset(data)
-        corrections, checks = choose_corrections(network, in_use, sets, half_X, others_share)
+        corrections, checks = choose_corrections(network, in_use, sets, half_X)
         if not force:
             _refuse(checks, others_share, seconds)
         told = {
@@ -106,7 +106,7 @@ def calibrate(
             "clock": "processor time" if (device, threads) == ("cpu", 1) else "wall clock",
             "others_share": round(others_share, 3),
             "checked": _checked(checks, data),
-            "checks": [one.to_dict(seconds) for one in checks],
+            "checks": [one.to_dict() for one in checks],
         }
         metadata = {
             **{key: value for key, value in checkpoint.metadata.items() if key not in ("learned", "corrected")},
@@ -193,7 +193,7 @@ def _refuse(checks: Sequence[StageCheck], others_share: float, seconds: float) -
     elif not any(check.changed or check.good for check in checks):
         reasons.append("no correction made the costs better on held-out sets, and they are not good")
     if reasons:
-        raise CalibrationRefused("; ".join(reasons), [check.to_dict(seconds, fewest >= FEW_SETS) for check in checks])
+        raise CalibrationRefused("; ".join(reasons), [check.to_dict() for check in checks])
 
 
 def _checked(checks: Sequence[StageCheck], data: CostDataset) -> str:

@@ -234,7 +234,6 @@ def test_calibration_refuses_and_leaves_what_is_there(
     options = ("calibrate", "--checkpoint", str(SHIPPED / "cpu.safetensors"), "--out", str(out))
     said = " ".join(dreamshard(*options, status=1).stderr.split())
     assert reason in said and f"{out} stays as it was" in said and "--force" in said
-    assert "minute" not in said  # one advice at most
     assert "backward of row-wise Adagrad" in said and out.read_bytes() == b"what is there"
     quick_sets(shipped)
     said = dreamshard(*options).stdout.splitlines()
