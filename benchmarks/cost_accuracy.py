@@ -43,10 +43,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from common.linear_cost import LinearCost
 from common.output import mean_interval, provenance, table_of, wide_console, write_result
 from dreamshard_planner.checkpoints.checkpoint import resolve
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import FitConfig, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
-from dreamshard_planner.cost.network import CostNetwork
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
+from dreamshard_planner.cost.network import CostNetwork, FitConfig, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.sets import GroupMix, draw_sets

@@ -22,9 +22,8 @@ from scipy.optimize import minimize
 from common.output import table_of, wide_console
 from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.correction import DIRECTIONS
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
+from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.cost.roofline import CPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.workload.features import optimizer_of
 

@@ -27,8 +27,7 @@ from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
 from common.output import provenance, table_of, wide_console, write_result
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.devices import GPUS, driver_name
 from dreamshard_planner.workload.features import feature_matrix

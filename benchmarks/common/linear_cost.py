@@ -15,7 +15,7 @@ from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.workload.features import WORK, columns
 
 if TYPE_CHECKING:
-    from dreamshard_planner.cost.labelled_sets import LabelledSets
+    from dreamshard_planner.cost.dataset import LabelledSets
 
 MIN_MS = 1e-3
 

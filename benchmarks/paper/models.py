@@ -16,9 +16,8 @@ from torch import Tensor
 
 from common.linear_cost import LinearCost
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.fit import FitConfig, fit_cost_network
-from dreamshard_planner.cost.labelled_sets import LabelledSets
-from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig, FitConfig, fit_cost_network
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.workload.features import PAPER_FEATURES

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost, CostSource, overall_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
 from dreamshard_planner.workload.tables import OUTPUT_BYTES
 from paper.placement_mdp import OBSERVATION_INDEX

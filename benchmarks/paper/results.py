@@ -20,8 +20,8 @@ from torch import Tensor
 
 from common.output import mean_interval
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.fit import mape_2, predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.search.heuristics import HEURISTICS
 from paper.models import FITS, Models
 from paper.networks import HEADS, PaperCostNetwork, placement_labels, sent_bytes

@@ -23,8 +23,7 @@ from common.measured_costs import MeasuredCosts, SetClock
 from common.whole_tables import Task, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena

@@ -27,8 +27,7 @@ from common.tasks import meta_collection
 from common.whole_tables import rolled_out
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline, SearchConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic

@@ -29,8 +29,8 @@ from dreamshard_planner.cost.compute import (
     Corrections,
     complete_corrections,
 )
-from dreamshard_planner.cost.fit import predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.workload.features import columns, optimizer_of
 
 DIRECTIONS = ("forward", "backward")

@@ -1,10 +1,11 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Measured costs on disk: columnar, ``.npz``.
+"""Measured costs on disk: columnar, ``.npz``; and as tensors, which networks are fitted to and judged by.
 
 A file keeps workloads, not features, so that features may change later, and every sample.
 Nothing is ever unpickled, and a file that is not whole is refused by name.
 
 Shape letters: N sets, R repeats, 2 (forward, backward), S shards of all sets, 17 reuse bins.
+Of tensors: X sets, F features, H channels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import DatasetError
 from dreamshard_planner.support.documents import check_version
 from dreamshard_planner.support.files import MAX_READ_BYTES, brief, check_readable, parse_json, write_whole
+from dreamshard_planner.workload.features import feature_matrix, features_of
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 from dreamshard_planner.workload.tables import MEMORIES, OPTIMIZERS, Workload
 
@@ -379,3 +382,52 @@ def _header(path: object, text: str) -> dict[str, Any]:
 def as_measured(workload: Workload) -> Workload:
     """The workload with what kernels are never measured with at its default: as datasets have it."""
     return replace(workload, **_AS_MEASURED)
+
+
+@dataclass(frozen=True)
+class LabelledSets:
+    """Measured fused groups as flat tensors."""
+
+    features_SF: Tensor
+    offsets_X1: Tensor
+    """First shard of each set, and the end: int64 [X + 1]."""
+    labels_ms_X2: Tensor
+    prior: RooflineCost | None = None
+    """Of the device that measured them, where that knows more than they show: on GPUs."""
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[Workload]], labels_ms_X2: Tensor) -> LabelledSets:
+        """From sets of workloads and their forward and backward milliseconds [X, 2]."""
+        offsets = torch.tensor([0, *accumulate(map(len, sets))])
+        features_SF = feature_matrix([workload for workloads in sets for workload in workloads])
+        return cls(features_SF, offsets, labels_ms_X2.float())
+
+    @classmethod
+    def of_dataset(cls, data: CostDataset, usual_ms: float | None = None) -> LabelledSets:
+        """From what was measured, as at the speed of ``usual_ms``, see :meth:`CostDataset.at_speed_ms`; default: its
+        own."""
+        offsets = torch.from_numpy(data.set_offsets)
+        on_gpu = data.hardware["device"] == "cuda"
+        prior = RooflineCost.of_card(str(data.hardware["name"])) if on_gpu else None
+        return cls(features_of(data.columns), offsets, data.at_speed_ms(usual_ms).float(), prior)
+
+    def __len__(self) -> int:
+        return len(self.labels_ms_X2)
+
+    @property
+    def set_S(self) -> Tensor:
+        """Set of each shard."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.offsets_X1.diff())
+
+    def select(self, index_X: Tensor) -> LabelledSets:
+        """The sets at ``index_X``, in that order."""
+        lengths = self.offsets_X1.diff()[index_X]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        start_S = torch.repeat_interleave(self.offsets_X1[:-1][index_X] - offsets[:-1], lengths)
+        shard_S = start_S + torch.arange(int(offsets[-1]))
+        return LabelledSets(self.features_SF[shard_S], offsets, self.labels_ms_X2[index_X], self.prior)
+
+    def sum(self, values_SH: Tensor) -> Tensor:
+        """Sum of per-shard values over each set, [X, H]."""
+        sums_XH = values_SH.new_zeros(len(self), values_SH.shape[1])
+        return sums_XH.index_add_(0, self.set_S, values_SH)

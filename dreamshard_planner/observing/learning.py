@@ -14,7 +14,7 @@ import torch
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.correction import StageCheck, choose_corrections
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
 from dreamshard_planner.measure.hardware import REFERENCE, hardware_name

@@ -15,8 +15,7 @@ import torch
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import OPTIMIZERS, ComputeCost
 from dreamshard_planner.cost.correction import FEW_SETS, StageCheck, check_costs, choose_corrections
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
 from dreamshard_planner.measure.collect import remove_blocks

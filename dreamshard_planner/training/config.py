@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.fit import FitConfig
+from dreamshard_planner.cost.network import FitConfig
 from dreamshard_planner.measure.sets import SHARD_SHARE, draw_mixed_sets
 from dreamshard_planner.policy.reinforce import ReinforceConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables

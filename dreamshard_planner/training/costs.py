@@ -7,9 +7,15 @@ from typing import Any
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.fit import FitConfig, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
-from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.network import (
+    CostNetwork,
+    CostNetworkConfig,
+    FitConfig,
+    fit_cost_network,
+    mape_2,
+    predict_ms,
+)
 from dreamshard_planner.support.progress import progress_bar
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, prior_policy
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.measure.collect import remove_blocks
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.ranks import Ranks

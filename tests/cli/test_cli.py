@@ -17,9 +17,8 @@ from dreamshard_planner.checkpoints.notes import checkpoint_notes
 from dreamshard_planner.cli import app, diagnosis, learn
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.compute import OPTIMIZERS
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
+from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.training import QUICK, TrainingConfig, calibrate, calibration, measuring, train

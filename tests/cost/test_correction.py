@@ -16,9 +16,9 @@ from dreamshard_planner import Checkpoint, CheckpointError
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cost.compute import OPTIMIZERS, AdjustedCost, Corrections, check_corrections
 from dreamshard_planner.cost.correction import StageCheck, check_costs, choose_corrections
-from dreamshard_planner.cost.fit import predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.sets import GroupMix, draw_sets
 from dreamshard_planner.training.config import pool_tables

@@ -14,9 +14,15 @@ import torch
 
 from common.linear_cost import LinearCost
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.fit import FitConfig, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
-from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.network import (
+    CostNetwork,
+    CostNetworkConfig,
+    FitConfig,
+    fit_cost_network,
+    mape_2,
+    predict_ms,
+)
 from dreamshard_planner.cost.roofline import GPU_KERNELS, RooflineCost
 from dreamshard_planner.errors import CheckpointError, TaskError
 from dreamshard_planner.measure.sets import draw_sets

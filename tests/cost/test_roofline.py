@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gpu_prior
-from dreamshard_planner.cost.fit import predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.workload.features import FEATURE_INDEX, feature_matrix
 from dreamshard_planner.workload.reuse import bin_mean_reuse

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from dreamshard_planner import DreamShardPlanner, Observation
-from dreamshard_planner.cost.fit import predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
+from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps

@@ -16,7 +16,7 @@ from dreamshard_planner.checkpoints.user_folder import new_file
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.diagnosis import diagnose
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVISION, CollectiveFit, CollectiveModel
-from dreamshard_planner.cost.fit import mape_2, predict_ms
+from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware
 from dreamshard_planner.observing.comparison import compare

@@ -11,10 +11,8 @@ import torch
 
 from common.linear_cost import LinearCost
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, prior_policy, resolve
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import FitConfig, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.cost.labelled_sets import LabelledSets
-from dreamshard_planner.cost.network import CostNetworkConfig
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
+from dreamshard_planner.cost.network import CostNetworkConfig, FitConfig, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.measure.sets import BATCH_SIZES
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.reinforce import ReinforceConfig, standing
