@@ -125,12 +125,8 @@ def _collective(fit: CollectiveFit) -> str:
     return f"{fit.latency_ms:.2f} ms and {', '.join(limits) or 'no limit'}; error {fit.relative_error:.0%}"
 
 
-FORMS = {b"PK\x03\x04": ".npz", b"{": ".json", b"[": ".json"}
-"""Suffixes of files that begin so; what safetensors begin with, the length of a header, is none of these."""
-
-
 def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
-    """Kind and content of a file."""
+    """Return kind and content of a file, by its suffix."""
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
     from dreamshard_planner.checkpoints.user_folder import folder
 
@@ -139,18 +135,13 @@ def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
         from dreamshard_planner.across_plans.reading import describe
 
         return "training checkpoint", describe(path)
-    form = path.suffix
-    if form not in FORMS.values() and path.is_file():
-        with path.open("rb") as file:
-            begins = file.read(4)
-        form = next((form for first, form in FORMS.items() if begins.startswith(first)), form)
     if source == "auto":
         checkpoint = resolve(source, device)
         why = checkpoint.why or f"{checkpoint.name} ships; none of your own is in {folder()}"
         return "checkpoint", {"file": checkpoint.name, "why": why, **checkpoint.metadata}
-    if form == ".npz":
+    if path.suffix == ".npz":
         return "dataset", _dataset(path)
-    if form == ".json":
+    if path.suffix == ".json":
         return _json(path)
     return "checkpoint", Checkpoint.load(path).metadata
 

@@ -22,6 +22,9 @@ from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
+MAX_SHARDS = 4_000
+"""Tables times ranks up to which reports have TorchRec's plan over all options, which takes seconds beyond."""
+
 
 def opened_types(
     exact: Mapping[str, ParameterConstraints], all_types: Mapping[str, ParameterConstraints]
@@ -88,19 +91,48 @@ def forced_out_note(space: WiderSpace, plan: Sequence[ShardingOption]) -> tuple[
     return (Note("forced_out", text, {"tables": len(outside)}),)
 
 
-@neutral()
-@torch.no_grad()
 def left_out_note(
-    space: WiderSpace, attached: WiderSpace | None, searched: Sequence[ShardingOption], plan: Sequence[ShardingOption]
+    space: WiderSpace,
+    attached: WiderSpace | None,
+    searched: Sequence[ShardingOption],
+    plan: Sequence[ShardingOption],
+    effort: float,
 ) -> Note:
-    """Return a note on the options that exact training excludes, with the predicted cost of TorchRec's plan over all.
+    """Return a note on the options that exact training excludes; of models up to :data:`MAX_SHARDS`, with the predicted
+    cost of TorchRec's plan over all options.
 
     Args:
         space: the options without exact training.
         attached: the options with optimizers attached to replicas; None if these are no more.
         searched: the options of exact training.
         plan: the exact plan, with ranks.
+        effort: multiple of the default's number of TorchRec's proposals.
     """
+    text = f"exact training leaves out {space.opened_in_words()} (exact_training=False allows it)"
+    figures = {}
+    if len(plan) * space.topology.world_size <= MAX_SHARDS:
+        exact_ms, theirs_ms = _with_torchrecs(space, searched, plan, effort)
+        figures["exact_ms"] = exact_ms
+        if theirs_ms is None:
+            text += ": TorchRec's plan over all options is not found"
+        else:
+            factor = exact_ms / theirs_ms if theirs_ms > 0 else 1.0
+            text += (
+                f": TorchRec's plan over all options is predicted at {theirs_ms:.3f} ms, this plan at {exact_ms:.3f} "
+                f"({factor:.3f} times)"
+            )
+            figures["torchrec_ms"] = theirs_ms
+    if attached is not None:
+        text += f"; optimizers_attached=True allows {attached.opened_in_words()} and trains exactly"
+    return Note("beyond_exact_training", text, figures)
+
+
+@neutral()
+@torch.no_grad()
+def _with_torchrecs(
+    space: WiderSpace, searched: Sequence[ShardingOption], plan: Sequence[ShardingOption], effort: float
+) -> tuple[float, float | None]:
+    """Return the predicted milliseconds of a plan, and of TorchRec's plan over all options; None if there is none."""
     context = space.context
     with single_thread():
         options = [option for option in searched if option.name not in space.opened]
@@ -110,17 +142,6 @@ def left_out_note(
         order = {fqn: index for index, fqn in enumerate(by_table(searched))}
         options.sort(key=lambda option: order[fqn_of(option)])
         offered = [option for option in options if is_torchrecs(option)]
-        theirs = torchrec_plan(offered, space.topology, context.estimate_as_torchrec)
+        theirs = torchrec_plan(offered, space.topology, context.estimate_as_torchrec, effort)
         exact_ms = float(context.rated(plan).overall_ms_B[0])
-        theirs_ms = None if theirs is None else float(context.rated(theirs.options).overall_ms_B[0])
-    text = f"exact training leaves out {space.opened_in_words()} (exact_training=False allows it): TorchRec's plan "
-    figures = {"exact_ms": exact_ms}
-    if theirs_ms is None:
-        text += "over all options is not found"
-    else:
-        factor = exact_ms / theirs_ms if theirs_ms > 0 else 1.0
-        text += f"over all options is predicted at {theirs_ms:.3f} ms, this plan at {exact_ms:.3f} ({factor:.3f} times)"
-        figures["torchrec_ms"] = theirs_ms
-    if attached is not None:
-        text += f"; optimizers_attached=True allows {attached.opened_in_words()} and trains exactly"
-    return Note("beyond_exact_training", text, figures)
+        return exact_ms, None if theirs is None else float(context.rated(theirs.options).overall_ms_B[0])

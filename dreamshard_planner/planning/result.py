@@ -141,7 +141,8 @@ def _exact_training(model: ModelProblem, plan: Sequence[ShardingOption]) -> tupl
     if space is None:
         return ()
     searched = model.context.searched_options(model.search_space)
-    return (*forced_out_note(space, plan), left_out_note(space, model.attached, searched, plan))
+    effort = model.settings.candidates
+    return (*forced_out_note(space, plan), left_out_note(space, model.attached, searched, plan, effort))
 
 
 def _of_loaded(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:

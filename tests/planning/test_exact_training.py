@@ -12,6 +12,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.planning import exact_training
 from dreamshard_planner.plans.report import Report
 from tests.small_models import MB, collection, table
 
@@ -73,3 +74,13 @@ def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
     assert note.figures["torchrec_ms"] == pytest.approx(made.predict(theirs).total_ms, rel=1e-6)
     assert note.figures["exact_ms"] == pytest.approx(made.report().chosen.total_ms, rel=1e-6)
     assert f"predicted at {note.figures['torchrec_ms']:.3f} ms" in str(made.report())
+
+
+def test_large_models_have_no_prediction_of_torchrecs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_training, "MAX_SHARDS", 1)
+    model = collection(table("a", 200, 64), table("b", 300, 64))
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    made = DreamShardPlanner(topology=Topology(2, "cuda"), batch_size=64, effort="quick", debug=False, stats=[])
+    made.plan(model, SHARDERS)
+    (note,) = [note for note in made.report().notes if note.code == "beyond_exact_training"]
+    assert "exact training leaves out" in note.text and "TorchRec's plan" not in note.text and not note.figures
