@@ -1,48 +1,58 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """One versioned file for what was learned: safetensors with JSON metadata, where both flows meet.
 
-Learning writes it, planning reads it. Nothing in it is executable.
+Learning writes it, planning reads it. Nothing in it is executable, and none of it is used before it was checked.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import torch
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dreamshard_planner import driver
 from dreamshard_planner.checkpoints import user_folder
-from dreamshard_planner.checkpoints.file import (
-    FORMAT,
-    SHARDING_POLICY,
-    VERSION,
-    check_sense,
-    describe,
-    description_of,
-    network_of,
-    opened,
-)
-from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource
+from dreamshard_planner.cost.collectives import fits_of
+from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, check_corrections
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import Policy, PolicyConfig
-from dreamshard_planner.support.files import write_whole
+from dreamshard_planner.support.documents import check_version, parsed
+from dreamshard_planner.support.files import brief, check_readable, parse_json, write_whole
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.workload.features import NETWORK_FEATURES
+from dreamshard_planner.workload.features import NETWORK_FEATURES, covers, feature_matrix
+from dreamshard_planner.workload.tables import Workload
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
 
 SHIPPED = Path(__file__).parent
+FORMAT = "dreamshard_planner"
+VERSION = 3
+"""Files of version 1 have no corrections."""
+SHARDING_POLICY = 3
+"""First version whose policies split tables; earlier ones only placed whole tables."""
+MAX_SIZE = 4096
+"""Widest layer of a network, and most of anything that its configuration counts."""
+UNBOUNDED = ("_low", "_high")
+"""Ends of the names of buffers that may be infinite: ranges of networks that have seen nothing."""
+Network = TypeVar("Network", bound=nn.Module)
+ORDINARY = tuple(Workload(f"{dim}", 10_000, dim, 512, 4.0, 1024.0, (1.0,) + (0.0,) * 16) for dim in (16, 128))
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ class Checkpoint:
         """Write the file; an existing one is replaced as a whole.
 
         Raises:
-            FileError: where that fails; says where the checkpoint is kept instead.
+            FileError: where that fails.
         """
         tensors = _state("policy", self.policy) | (_state("cost", self.cost) if self.cost is not None else {})
         description = {
@@ -96,7 +106,7 @@ class Checkpoint:
             "cost": None if self.cost is None else asdict(self.cost.config),
         }
         header = {"format": FORMAT, "version": str(VERSION), "description": json.dumps(description, sort_keys=True)}
-        write_whole(path, serialize(tensors, metadata=header), keep=True)
+        write_whole(path, serialize(tensors, metadata=header))
 
     @classmethod
     @neutral()
@@ -109,18 +119,18 @@ class Checkpoint:
                 the message names the file and the reason.
         """
         path = Path(path)
-        with opened(path) as file:
-            description = description_of(path, file)
+        with _opened(path) as file:
+            description = _description_of(path, file)
             if int(file.metadata()["version"]) < SHARDING_POLICY:
                 policy = prior_policy()
             else:
-                policy = network_of(path, "policy", Policy, PolicyConfig, description.get("policy"), file)
+                policy = _network_of(path, "policy", Policy, PolicyConfig, description.get("policy"), file)
             cost = None
             if description.get("cost") is not None:
                 prior = RooflineCost.of_gpu("h100") if "cost.prior" in file.keys() else None  # its figures are read
                 make = partial(CostNetwork, prior=prior)
-                cost = network_of(path, "cost", make, CostNetworkConfig, description["cost"], file)
-        check_sense(path, policy, cost)
+                cost = _network_of(path, "cost", make, CostNetworkConfig, description["cost"], file)
+        _check_sense(path, policy, cost)
         metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
         policy.requires_grad_(False)
         checkpoint = cls(policy, cost, metadata, path.name)
@@ -194,14 +204,14 @@ def _auto(compute_device: str, threads: int | None, card: str | None) -> Checkpo
     }
     if not alike:
         return _shipped(compute_device, card)
-    here = user_folder.Here.of(compute_device, threads, card)  # may ask for the card, which starts CUDA
-    best = here.best(alike)
+    here = card or user_folder.hardware_here(compute_device)  # may ask for the card, which starts CUDA
+    best = user_folder.nearest(alike, here, threads or torch.get_num_threads())
     if best is None:
         made = _shipped(compute_device, card)
-        which = f"was measured on {here.name or 'a card that is here'}"
+        which = f"was measured on {here or 'a card that is here'}"
         return replace(made, why=f"{made.name} ships: none of your own in {user_folder.folder()} {which}")
     found = best.stat()
-    why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here.name}"
+    why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here}"
     return replace(_loaded(best, found.st_mtime_ns, found.st_size, found.st_ino), why=why)
 
 
@@ -229,6 +239,142 @@ def shipped(folder: Path, compute_device: str, card: str | None = None) -> Check
     ``nvidia-h200.safetensors``), else ``roofline``."""
     measured = folder / f"{measured_name(compute_device, card) if card else compute_device}.safetensors"
     return Checkpoint.load(measured if measured.is_file() else folder / "roofline.safetensors")
+
+
+@dataclass(frozen=True)
+class _Hardware:
+    threads: Annotated[int, Field(ge=1)] = 1
+
+
+@dataclass(frozen=True)
+class _Counts:
+    sets: int = 0
+    test_sets: int = 0
+    tasks: int = 0
+    network_mape: tuple[float, float] | None = None
+    """Of a validation, as the next two."""
+    linear_mape: tuple[float, float] | None = None
+    """Errors of a linear model, in files of earlier versions."""
+    policy_over_rule: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What of a description is read again; the rest is for people."""
+
+    recipe: str = "default"
+    """Earlier versions had others."""
+    hardware_name: str = ""
+    hardware: _Hardware = _Hardware()
+    pools: tuple[str, ...] = ()
+    extra_pools: tuple[str, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    dataset: _Counts = _Counts()
+    calibration: _Counts = _Counts()
+    validation: _Counts = _Counts()
+    collectives: dict[str, Any] | None = None
+    learned: dict[str, Any] | None = None
+    corrections: Any = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.recipe != "default":
+            raise ValueError(
+                f"its networks are of recipe {brief(self.recipe)}, which this package no longer has: dreamshard train "
+                "or dreamshard fit make others from the same dataset"
+            )
+        if self.collectives is not None:
+            fits_of(self.collectives)
+        check_corrections(self.corrections)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """The metadata of a file, and how large its networks are; without reading them.
+
+    Raises:
+        CheckpointError: as :meth:`Checkpoint.load`, as far as that can be told.
+    """
+    with _opened(path) as file:
+        return _description_of(path, file)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file, if it is one of safetensors; also what goes wrong while it is read names it."""
+    check_readable(path, CheckpointError, "checkpoint")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file, or a damaged one ({brief(error)})") from error
+
+
+def _description_of(path: Path, file: Any) -> dict[str, Any]:
+    """The metadata of an open file, checked."""
+    header = file.metadata() or {}
+    if header.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: a safetensors file, but not a checkpoint of dreamshard_planner")
+    version = header.get("version", "")
+    number = int(version) if version.isascii() and version.isdecimal() and len(version) < 10 else version
+    check_version(path, number, range(1, VERSION + 1), "", CheckpointError)
+    try:
+        description = parse_json(header["description"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: its description is missing or damaged ({brief(error)})") from error
+    if not isinstance(description, dict):
+        raise CheckpointError(f"{path}: its description must be a mapping, got {brief(description)}")
+    features = description.get("features")
+    if not isinstance(features, list) or not covers(features):
+        raise CheckpointError(f"{path}: made for other features than this package computes; train it again")
+    parsed(_Description, description, path, CheckpointError)
+    return description
+
+
+def _network_of(
+    path: Path, what: str, make: Callable[[Any], Network], config_type: type[Any], values: Any, file: Any
+) -> Network:
+    """One network with its weights. Its sizes are compared with what the file holds before memory is asked for."""
+    config = parsed(config_type, values, f"{path}: the {what} network", CheckpointError)
+    if not all(1 <= size <= MAX_SIZE for size in asdict(config).values()):
+        raise CheckpointError(f"{path}: sizes of the {what} network must be from 1 to {MAX_SIZE}, got {brief(values)}")
+    prefix = f"{what}."
+    held = {name.removeprefix(prefix): file.get_slice(name) for name in file.keys() if name.startswith(prefix)}
+    with FakeTensorMode():
+        expected = make(config).state_dict()
+    wrong = sorted(expected.keys() ^ held.keys()) or [
+        name for name in expected if list(expected[name].shape) != held[name].get_shape()
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: the {what} network does not fit this package (see {brief(wrong)})")
+    network, state = make(config), {name: file.get_tensor(prefix + name) for name in held}
+    for name, tensor in state.items():
+        _check_values(path, f"{what} network", name, tensor, expected[name].dtype)
+    try:
+        network.load_state_dict(state)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the {what} network: {error}") from error
+    return network.eval()
+
+
+def _check_values(path: Path, network: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise CheckpointError(f"{path}: the {network} holds {tensor.dtype} in {name}, not {dtype}")
+    if tensor.isnan().any():
+        raise CheckpointError(f"{path}: the {network} holds NaN in {name}")
+    if tensor.isinf().any() and not name.endswith(UNBOUNDED):
+        raise CheckpointError(f"{path}: the {network} holds infinite values in {name}")
+
+
+def _check_sense(path: Path, policy: Policy, cost: ComputeCost | None) -> None:
+    """Finite weights may still be none to compute with: too large, or scales of zero."""
+    features_SF = feature_matrix(ORDINARY)
+    with torch.no_grad():
+        if not policy.is_finite():
+            raise CheckpointError(f"{path}: the policy network computes no finite scores")
+        if cost is None:
+            return
+        cost_ms = cost.group_cost_ms(cost.encode(features_SF).sum(0, keepdim=True))[0]
+    if not bool((cost_ms.isfinite() & (cost_ms >= 0)).all()):
+        raise CheckpointError(f"{path}: the cost network predicts {cost_ms.tolist()} ms for two ordinary tables")
 
 
 def _state(prefix: str, module: nn.Module) -> dict[str, Tensor]:

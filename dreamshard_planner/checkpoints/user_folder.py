@@ -12,12 +12,10 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import platformdirs
-import torch
 
 from dreamshard_planner import driver
 from dreamshard_planner.errors import FileError
@@ -77,44 +75,26 @@ def new_file(hardware: Mapping[str, Any], how: str = "") -> Path:
     return folder() / f"{slug(' '.join(parts))}.safetensors"
 
 
-@dataclass(frozen=True)
-class Here:
-    """What a checkpoint has to match."""
+def hardware_here(device: str) -> str | None:
+    """Return the name of this machine's processor (``cpu``), or of its card (``cuda``); None where there is none."""
+    if device == "cuda":
+        found = driver.read_card()
+        return None if found is None else found.name
+    return str(describe_hardware(device, 1)["name"])
 
-    device: str
-    """``cpu`` or ``cuda``."""
-    name: str | None
-    """Of the processor, or of the card that is planned for; None for no card."""
-    threads: int
-    """Of a rank, on CPUs."""
 
-    @classmethod
-    def of(cls, device: str, threads: int | None = None, card: str | None = None) -> Here:
-        """This process, with its intra-op threads and its card, or processor, unless others are given."""
-        if card is not None:
-            name: str | None = card
-        elif device == "cuda":
-            found = driver.read_card()
-            name = None if found is None else found.name
-        else:
-            name = str(describe_hardware(device, 1)["name"])
-        return cls(device, name, threads or torch.get_num_threads())
+def nearest(described: Mapping[Path, Mapping[str, Any]], name: str | None, threads: int) -> Path | None:
+    """Return the file measured on the named hardware: of several the one with the nearest threads, then the newest.
 
-    def best(self, described: Mapping[Path, Mapping[str, Any]]) -> Path | None:
-        """The file measured on such hardware: of several the one with threads nearest to these, then the newest.
+    Args:
+        described: metadata of files of one kind of device.
+        name: processor or card that is planned for; None for no card.
+        threads: of a rank; they count on CPUs.
+    """
+    hardware = {path: metadata["hardware"] for path, metadata in described.items()}
 
-        Args:
-            described: each file's metadata.
-        """
-        hardware = {path: metadata.get("hardware", {}) for path, metadata in described.items()}
-        matching = [
-            path
-            for path, of in hardware.items()
-            if self.name is not None and (of.get("device"), of.get("name")) == (self.device, self.name)
-        ]
+    def fit(path: Path) -> tuple[float, int, str]:
+        measured = hardware[path].get("threads", 1) if hardware[path]["device"] == "cpu" else threads
+        return -abs(math.log(measured / threads)), path.stat().st_mtime_ns, path.name
 
-        def fit(path: Path) -> tuple[float, int, str]:
-            threads = hardware[path].get("threads", 1) if self.device == "cpu" else self.threads
-            return -abs(math.log(threads / self.threads)), path.stat().st_mtime_ns, path.name
-
-        return max(matching, key=fit, default=None)
+    return max((path for path, of in hardware.items() if name and of.get("name") == name), key=fit, default=None)

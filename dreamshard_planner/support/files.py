@@ -11,7 +11,6 @@ import os
 import reprlib
 import secrets
 import stat
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,29 +42,21 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes | str, keep: bool = False) -> None:
+def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     """Replace or make a file. Readers, other writers and a crash see the old content or the new, never a part.
 
     Args:
         path: a symbolic link is followed, and stays.
         content: text becomes UTF-8.
-        keep: where that fails, put the content into the system's folder for temporary files, and say where.
 
     Raises:
         FileError: names the file and the reason; an existing file is as it was.
     """
-    content = content.encode() if isinstance(content, str) else content
-    try:
-        with _new_beside(path) as (file, target):
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, target)
-    except FileError as error:
-        kept = _kept(Path(path).name, content) if keep else None
-        if kept is None:
-            raise
-        raise FileError(f"{error}; the content is kept in {kept}") from error
+    with _new_beside(path) as (file, target):
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(file.name, target)
 
 
 @contextmanager
@@ -90,15 +81,6 @@ def _new_beside(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, Path]]
                 part.unlink()
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-def _kept(name: str, content: bytes) -> Path | None:
-    try:
-        kept = Path(tempfile.mkdtemp(prefix="dreamshard-")) / name
-        kept.write_bytes(content)
-    except OSError:
-        return None
-    return kept
 
 
 def open_locked(path: str | os.PathLike[str]) -> BinaryIO:

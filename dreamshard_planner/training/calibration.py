@@ -24,8 +24,7 @@ from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, draw_sets
 from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.support.files import check_writable
-from dreamshard_planner.training.config import TrainingConfig, pool_tables
-from dreamshard_planner.training.measuring import measure, most_sets
+from dreamshard_planner.training.config import TrainingConfig, measure, most_sets, pool_tables
 from dreamshard_planner.workload.tables import Table, Workload
 
 BUSY_SHARE = 0.25

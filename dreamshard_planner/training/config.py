@@ -1,19 +1,28 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Settings of a training, and the tables that it learns from."""
+"""Settings of a training, the tables that it learns from, and its measurements on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import FitConfig
+from dreamshard_planner.measure.collect import collect
+from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.sets import SHARD_SHARE, draw_mixed_sets
 from dreamshard_planner.policy.reinforce import ReinforceConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
 
+MAX_SETS_PER_SECOND = 30
+"""More than any machine measures; sets are drawn for this rate."""
+FINISHED = "finished"
+"""File in the folder of a training's blocks: its measurements came to their end."""
 SPLIT_SEED = 0
 """Of the halves of every pool. No option: a table that one training holds out must not teach another."""
 
@@ -55,7 +64,7 @@ class TrainingConfig:
     fit: FitConfig = FitConfig()
     reinforce: ReinforceConfig = ReinforceConfig()
     start: Checkpoint | None = None
-    """Whose cost network to start from where that is possible (:func:`~dreamshard_planner.training.costs.start_of`),
+    """Whose cost network to start from where that is possible (:func:`~dreamshard_planner.training.rounds.start_of`),
     such as one that another processor measured; None: from nothing. On an Intel Xeon a start made the error of tables
     that few sets have 9 % instead of 13 to 15 after five minutes."""
     collectives: dict[str, Any] | None = None
@@ -100,3 +109,53 @@ def pool_tables(pools: Sequence[str]) -> tuple[list[Table], list[Table]]:
         train_tables += train_part
         test_tables += test_part
     return train_tables, test_tables
+
+
+def most_sets(seconds: float, ranks: Ranks) -> int:
+    """Sets to draw for so much time: more than are measured in it."""
+    return ranks.size * int(seconds * MAX_SETS_PER_SECOND) + 1
+
+
+def measure(
+    config: TrainingConfig,
+    sets: Sequence[Sequence[Workload]],
+    folder: Path,
+    share: float,
+    progress: bool,
+    ranks: Ranks,
+    *,
+    once: bool = False,
+) -> CostDataset:
+    """Measure for a share of the time. Memory for kernels is taken for that alone: what follows needs it.
+
+    Args:
+        config: of the training.
+        sets: to measure, in this order.
+        folder: of the measured blocks; continued.
+        share: of ``config.seconds``.
+        progress: a bar on stderr.
+        ranks: that measure together.
+        once: what an earlier run of the training finished is only read: more sets there would lead to other networks,
+            and so to other sets in later rounds than that run has measured.
+    """
+    finished = once and ranks.from_first(lambda: (folder / FINISHED).is_file())
+    device = ranks.device(config.device)
+    arena = Arena(device, config.arena_bytes, seed=config.seed)
+    try:
+        dataset = collect(
+            sets,
+            folder,
+            device=device,
+            threads=config.threads,
+            repeats=config.repeats,
+            seed=config.seed,
+            seconds=0.0 if finished else config.seconds * share,
+            progress=progress,
+            arena=arena,
+            ranks=ranks,
+        )
+    finally:
+        arena.release()
+    if once and ranks.leads:
+        (folder / FINISHED).touch()
+    return dataset

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dreamshard_planner import Checkpoint, CheckpointError
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
-from dreamshard_planner.checkpoints.file import describe
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED, describe, resolve, shipped
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.workload.features import FEATURE_NAMES, NETWORK_FEATURES
@@ -47,51 +48,37 @@ def test_round_trip(tmp_path: Path, policy, cost) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+def header_of(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata())
+
+
 def rewrite(path: Path, **changes: str) -> None:
     """Change the header of a checkpoint."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        header = dict(file.metadata())
-    header.update(changes)
-    save_file(load_file(path), path, metadata=header)
+    save_file(load_file(path), path, metadata=header_of(path) | changes)
 
 
-def test_missing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere.safetensors: no such checkpoint"):
-        Checkpoint.load(tmp_path / "nowhere.safetensors")
+DAMAGED = "not a safetensors file, or a damaged one"
 
 
-@pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_truncated(saved: Path, keep: int) -> None:
-    saved.write_bytes(saved.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match="some.safetensors: not a safetensors file, or a damaged one"):
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.unlink(), "no such checkpoint"),
+        *((lambda path, keep=keep: path.write_bytes(path.read_bytes()[:keep]), DAMAGED) for keep in (0, 5, 100, -1)),
+        (lambda path: path.write_text("{}"), DAMAGED),
+        (lambda path: torch.save({"format": "dreamshard_planner"}, path), DAMAGED),  # nothing is unpickled
+        (lambda path: save_file({"weight": torch.zeros(3)}, path), "not a checkpoint of dreamshard_planner"),
+        (lambda path: rewrite(path, version="99"), "version 99 is newer .* upgrade"),
+        (lambda path: rewrite(path, description="{"), "description is missing or damaged"),
+        (lambda path: rewrite(path, description=json.dumps({"features": ["dim"]})), "other features"),
+        (lambda path: rewrite(path, description=json.dumps({"features": 3})), "other features"),
+    ],
+)
+def test_a_wrong_file_is_named_with_the_reason(saved: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(saved)
+    with pytest.raises(CheckpointError, match=f"some.safetensors: .*{said}"):
         Checkpoint.load(saved)
-
-
-def test_foreign(saved: Path) -> None:
-    save_file({"weight": torch.zeros(3)}, saved)
-    with pytest.raises(CheckpointError, match="not a checkpoint of dreamshard_planner"):
-        Checkpoint.load(saved)
-    saved.write_text("{}")
-    with pytest.raises(CheckpointError, match="some.safetensors"):
-        Checkpoint.load(saved)
-
-
-def test_newer(saved: Path) -> None:
-    rewrite(saved, version="99")
-    with pytest.raises(CheckpointError, match="version 99 is newer .* upgrade"):
-        Checkpoint.load(saved)
-
-
-def test_damaged_description(saved: Path) -> None:
-    rewrite(saved, description="{")
-    with pytest.raises(CheckpointError, match="description is missing or damaged"):
-        Checkpoint.load(saved)
-    for features in (["dim"], [], None, 3, list(NETWORK_FEATURES[::-1])):
-        rewrite(saved, description=json.dumps({"features": features}))
-        with pytest.raises(CheckpointError, match="other features"):
-            Checkpoint.load(saved)
 
 
 @pytest.mark.parametrize(
@@ -101,59 +88,40 @@ def test_damaged_description(saved: Path) -> None:
         ({"validation": {"linear_mape": [0.1]}}, "validation.linear_mape"),
         ({"validation": {"policy_over_rule": [1]}}, "validation.policy_over_rule"),
         ({"dataset": {"test_sets": "many"}}, "dataset.test_sets: .* got 'many'"),
+        *(({"dataset": section}, "dataset") for section in (None, [], {"sets": []}, {"sets": True})),
         ({"learned": 3}, "learned: .* got 3"),
+        ({"recipe": "paper"}, "its networks are of recipe 'paper', which this package no longer has"),
     ],
 )
 def test_what_is_shown_of_a_description_is_checked(tmp_path: Path, wrong: dict[str, Any], mistake: str) -> None:
-    Checkpoint(DEFAULT[0], DEFAULT[1], {**wrong}).save(path := tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=f"x.safetensors: {mistake}"):
-        describe(path)
+    Checkpoint(*DEFAULT, wrong).save(path := tmp_path / "x.safetensors")
+    for read in (describe, Checkpoint.load):
+        with pytest.raises(CheckpointError, match=f"x.safetensors: .*{mistake}"):
+            read(path)
 
 
 def test_features_that_no_network_reads_may_be_any(saved: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(saved, framework="pt") as file:
-        description = json.loads(file.metadata()["description"])
+    description = json.loads(header_of(saved)["description"])
     assert description["features"] == list(NETWORK_FEATURES)
     for names in (FEATURE_NAMES, [*NETWORK_FEATURES, "uvm", "of another version"]):
-        description["features"] = list(names)
-        rewrite(saved, description=json.dumps(description))
+        rewrite(saved, description=json.dumps({**description, "features": list(names)}))
         assert Checkpoint.load(saved).metadata["hardware_name"] == "a machine"
-    description["features"] = list(NETWORK_FEATURES[:-1])
-    rewrite(saved, description=json.dumps(description))
-    with pytest.raises(CheckpointError, match="other features"):
-        Checkpoint.load(saved)
+    for names in (NETWORK_FEATURES[:-1], NETWORK_FEATURES[::-1], []):
+        rewrite(saved, description=json.dumps({**description, "features": list(names)}))
+        with pytest.raises(CheckpointError, match="other features"):
+            Checkpoint.load(saved)
 
 
 def test_unfitting_tensors(saved: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(saved, framework="pt") as file:
-        header = file.metadata()
-    tensors = load_file(saved)
+    header, tensors = header_of(saved), load_file(saved)
     name = next(name for name in tensors if name.startswith("policy."))
-    save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, saved, metadata=header)
-    with pytest.raises(CheckpointError, match="policy network holds NaN"):
-        Checkpoint.load(saved)
-    save_file({key: value for key, value in tensors.items() if key != name}, saved, metadata=header)
-    with pytest.raises(CheckpointError, match="policy network does not fit"):
-        Checkpoint.load(saved)
-
-
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    path = tmp_path / "evil.safetensors"
-    torch.save({"format": "dreamshard_planner"}, path)
-    with pytest.raises(CheckpointError, match="evil.safetensors"):
-        Checkpoint.load(path)
-
-
-@pytest.mark.parametrize("section", [None, [], {"sets": []}, {"sets": "1"}, {"sets": True}])
-def test_counts_that_are_none_are_refused(tmp_path: Path, section) -> None:
-    path = tmp_path / "some.safetensors"
-    Checkpoint(DEFAULT[0], DEFAULT[1], {"dataset": section}).save(path)
-    with pytest.raises(CheckpointError, match="some.safetensors: dataset"):
-        Checkpoint.load(path)
+    for wrong, said in (
+        ({**tensors, name: torch.full_like(tensors[name], torch.nan)}, "holds NaN"),
+        ({key: value for key, value in tensors.items() if key != name}, "does not fit"),
+    ):
+        save_file(wrong, saved, metadata=header)
+        with pytest.raises(CheckpointError, match=f"policy network {said}"):
+            Checkpoint.load(saved)
 
 
 def test_what_ships() -> None:
@@ -170,10 +138,3 @@ def test_a_card_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     assert shipped(tmp_path, "cuda", "NVIDIA H200").name == "nvidia-h200.safetensors"
     for card in ("NVIDIA A100-SXM4-80GB", None):
         assert shipped(tmp_path, "cuda", card).name == "roofline.safetensors"
-
-
-def test_networks_of_other_recipes_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "old.safetensors"
-    Checkpoint(*DEFAULT, {"recipe": "paper"}).save(path)
-    with pytest.raises(CheckpointError, match="old.safetensors: .*recipe 'paper', which this package no longer has"):
-        Checkpoint.load(path)

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError, driver
 from dreamshard_planner.checkpoints import user_folder
 from dreamshard_planner.checkpoints.checkpoint import resolve
-from dreamshard_planner.checkpoints.user_folder import Here
 from dreamshard_planner.cli import app
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.devices import UNKNOWN_CARD
@@ -146,8 +145,8 @@ def test_files_are_named_by_hardware_and_matched_by_what_they_say(folder: Path) 
         user_folder.new_file({"device": "cpu"})
     (folder / "x").write_text("")
     described = {folder / "x": {"hardware": h100}}
-    assert Here("cuda", "NVIDIA H100 80GB HBM3", 8).best(described) == folder / "x"
-    assert Here("cuda", "NVIDIA H200", 8).best(described) is Here("cuda", None, 8).best(described) is None
+    assert user_folder.nearest(described, "NVIDIA H100 80GB HBM3", 8) == folder / "x"
+    assert user_folder.nearest(described, "NVIDIA H200", 8) is user_folder.nearest(described, None, 8) is None
 
 
 def test_without_the_variable_it_is_in_the_users_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.training import QUICK, TrainingConfig, calibrate, calibration, measuring, train
+from dreamshard_planner.training import QUICK, TrainingConfig, calibrate, calibration, train
+from dreamshard_planner.training import config as training_config
 
 
 def dreamshard(*arguments: str, status: int = 0):
@@ -67,7 +68,7 @@ def test_training_starts_from_what_ships(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, out, collect = replace(QUICK, rounds=2, seconds=4.0), tmp_path / "x.safetensors", measuring.collect
+    config, out, collect = replace(QUICK, rounds=2, seconds=4.0), tmp_path / "x.safetensors", training_config.collect
     held: dict[str, int] = {}
 
     def interrupted(sets: list, folder: Path, **options) -> CostDataset:
@@ -78,7 +79,7 @@ def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         return dataset
 
-    monkeypatch.setattr(measuring, "collect", interrupted)
+    monkeypatch.setattr(training_config, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(config, out, progress=False)
     before = dict(held)

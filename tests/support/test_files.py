@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dreamshard_planner import Checkpoint, FileError, StatisticsError
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner import FileError, StatisticsError
 from dreamshard_planner.support.files import (
     MAX_NESTING,
     check_writable,
@@ -110,24 +109,11 @@ def test_a_full_disk_is_noticed_before_the_work(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_that_no_longer_fits_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "full").mkdir()
-    path, checkpoint = tmp_path / "full" / "a.safetensors", resolve("auto", "cpu")
-    path.write_text("before")
-    written = Path.write_bytes
-    with monkeypatch.context() as patched, files_up_to(10_000):
-
-        def with_room(path: Path, content: bytes) -> int:
-            with files_up_to(resource.RLIM_INFINITY):
-                return written(path, content)
-
-        patched.setattr(Path, "write_bytes", with_room)  # the other disk
-        with pytest.raises(FileError, match="a.safetensors: cannot be written: .* the content is kept in ") as caught:
-            checkpoint.save(path)
-    assert path.read_text() == "before" and os.listdir(path.parent) == [path.name]
-    kept = Path(str(caught.value).rpartition(" ")[2])
-    assert Checkpoint.load(kept).digest() == checkpoint.digest()
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("before")
+    with files_up_to(10_000), pytest.raises(FileError, match="a: cannot be written: File too large"):
+        write_whole(tmp_path / "a", b"x" * 100_000)
+    assert (tmp_path / "a").read_text() == "before" and os.listdir(tmp_path) == ["a"]
 
 
 def test_json_of_any_form_is_read_in_bounds(tmp_path: Path) -> None:
