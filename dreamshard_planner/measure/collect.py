@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +109,8 @@ def collect(
     ranks = ranks or Ranks()
     hardware = describe_hardware(device, threads)
     cores = ranks.cores() if hardware["device"] == "cpu" else None
-    with MeasuredBlocks(folder, sets, repeats, hardware, seed, ranks) as blocks, pinned(threads, cores):
+    with ExitStack() as stack, pinned(threads, cores):
+        blocks = MeasuredBlocks(folder, sets, repeats, hardware, seed, ranks, stack)
         todo = ranks.share(blocks.missing)
         done = len(sets) - len(blocks.missing)
         if progress and ranks.leads and done:
@@ -168,7 +170,7 @@ class _Pace:
 
 
 class MeasuredBlocks:
-    """All blocks of one collection, as one rank sees them. A context manager, entered by all ranks together.
+    """All blocks of one collection, as one rank sees them; made by all ranks together.
 
     Args:
         folder: holds the blocks; made if missing.
@@ -177,6 +179,7 @@ class MeasuredBlocks:
         hardware: of this rank.
         seed: of the collection.
         ranks: processes that collect.
+        stack: unlocks this rank's part of the folder at its end.
 
     Raises:
         DatasetError: a block is damaged, or of other sets, repeats, seed or hardware; or another process collects
@@ -191,32 +194,23 @@ class MeasuredBlocks:
         hardware: Hardware,
         seed: int,
         ranks: Ranks,
+        stack: ExitStack,
     ) -> None:
         self._folder, self._sets, self._repeats = Path(folder), sets, repeats
-        self._hardware, self._seed, self._ranks, self._stack = hardware, seed, ranks, ExitStack()
+        self._hardware, self._seed, self._ranks = hardware, seed, ranks
         self._blocks: list[CostDataset] = []
         self._number = 0
-        try:
-            places = self._places(ranks.gather(self._read_blocks))
-        except BaseException:
-            self._stack.close()
-            raise
+        places = self._places(ranks.gather(partial(self._read_blocks, stack)))
         self._positions = places[ranks.rank]
         measured = {position for positions in places for position in positions}
         self.missing = [position for position in range(len(sets)) if position not in measured]
         """Indices of the sets that no rank has measured yet."""
 
-    def __enter__(self) -> MeasuredBlocks:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def _read_blocks(self) -> list[tuple[Workload, ...]]:
+    def _read_blocks(self, stack: ExitStack) -> list[tuple[Workload, ...]]:
         """Lock this rank's part of the folder and read its blocks; returns their sets."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._stack.enter_context(open_locked(self._folder / f"rank{self._ranks.rank}.lock"))
+            stack.enter_context(open_locked(self._folder / f"rank{self._ranks.rank}.lock"))
         except FileError as error:
             raise DatasetError(str(error)) from error
         except OSError as error:

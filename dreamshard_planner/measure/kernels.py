@@ -45,6 +45,7 @@ _PRECISION: dict[float, SparseType] = {4: SparseType.FP32, 2: SparseType.FP16}
 _ALIGN = 64  # elements: every window starts on a cache line of its own, like an allocation of its own
 _LEARNING_RATE = 1e-3  # small: thousands of updates of one buffer must not overflow
 _ARENA_BYTES = 2 << 30
+_INDEX_BYTES = 1 << 30  # kept; the least recently used go first
 _MOVES_AT_ONCE = 32
 
 _Starts = tuple[list[int], Tensor]
@@ -59,19 +60,15 @@ class Arena:
         size_bytes: of the weight buffer, one for each weight precision in use. Must exceed the last-level cache
             many times, or runs find warm rows. Adagrad's states take as much again. Default: 2 GiB on CPU, a sixth of
             the card's memory on CUDA.
-        index_bytes: how many bytes of indices to keep; the least recently used go first.
         seed: of the random windows.
     """
 
-    def __init__(
-        self, device: torch.device | str, size_bytes: int | None = None, index_bytes: int = 1 << 30, seed: int = 0
-    ) -> None:
+    def __init__(self, device: torch.device | str, size_bytes: int | None = None, seed: int = 0) -> None:
         self.device = torch.device(device)
         if size_bytes is None:
             on_cuda = self.device.type == "cuda"
             size_bytes = torch.cuda.get_device_properties(self.device).total_memory // 6 if on_cuda else _ARENA_BYTES
         self.size_bytes = size_bytes
-        self.index_bytes = index_bytes
         self._generator = torch.Generator().manual_seed(seed)
         self._weights: dict[torch.dtype, Tensor] = {}
         self._states_N = torch.zeros(0, device=self.device)
@@ -137,7 +134,7 @@ class Arena:
         entry = indices_L % rows if rows < workload.rows else indices_L, lengths_FB
         self._indices[key] = entry
         self._index_bytes_held += sum(tensor.nbytes for tensor in entry)
-        while self._index_bytes_held > self.index_bytes and len(self._indices) > 1:
+        while self._index_bytes_held > _INDEX_BYTES and len(self._indices) > 1:
             _, dropped = self._indices.popitem(last=False)
             self._index_bytes_held -= sum(tensor.nbytes for tensor in dropped)
         return entry

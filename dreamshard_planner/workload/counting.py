@@ -7,8 +7,8 @@ Shapes: N lookups, B samples, K = 17 reuse bins.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -49,7 +49,9 @@ class FeatureCounts:
         self._samples += samples
         if not len(id_N):
             return
-        id_R, count_R = torch.unique(_whole_numbers(self.name, "ids", id_N).cpu(), return_counts=True)
+        if id_N.is_floating_point():
+            raise StatisticsError(f"feature {self.name!r}: ids must be whole numbers, got {id_N.dtype}")
+        id_R, count_R = torch.unique(id_N.long().cpu(), return_counts=True)
         histogram_K, distinct = histogram_of_counts(count_R)
         ids = IdHistogram.of_counts(id_R, count_R)
         self._ids_are_rows = self._ids_are_rows and ids is not None
@@ -191,53 +193,6 @@ def _on_host(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     strides = batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None
     values, lengths = (tensor.to("cpu", non_blocking=True) for tensor in (batch.values(), batch.lengths()))
     return KeyedJaggedTensor(batch.keys(), values, lengths=lengths, stride_per_key_per_rank=strides)
-
-
-@neutral()
-def count_lengths(counts: Mapping[str, tuple[Any, Any]], batch_size: int) -> dict[str, FeatureStatistics]:
-    """Of lengths [B] and ids [N] per feature, see ``TableStatistics.from_counts``."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise StatisticsError(f"batch_size must be a whole number from 1, got {batch_size!r}")
-    features = {}
-    for name, pair in counts.items():
-        length_B, id_N = _checked_counts(name, pair)
-        end_B = length_B.cumsum(0)
-        count, start = FeatureCounts(name), 0
-        for first, last in whole_batches(len(length_B), batch_size):
-            end = int(end_B[last - 1])
-            count.add(id_N[start:end], last - first)
-            start = end
-        features[name] = count.statistics()
-    return features
-
-
-def whole_batches(samples: int, batch_size: int) -> Iterator[tuple[int, int]]:
-    """First and last of each batch; samples that fill none are left out, unless there are no others."""
-    for first in range(0, samples, batch_size):
-        if first == 0 or first + batch_size <= samples:
-            yield first, min(first + batch_size, samples)
-
-
-def _checked_counts(name: str, pair: Any) -> tuple[Tensor, Tensor]:
-    try:
-        length_B, id_N = (torch.as_tensor(values).flatten() for values in pair)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise StatisticsError(f"feature {name!r}: lengths and ids must be two arrays of whole numbers") from error
-    length_B, id_N = _whole_numbers(name, "lengths", length_B), _whole_numbers(name, "ids", id_N)
-    if len(length_B) and int(length_B.min()) < 0:
-        raise StatisticsError(f"feature {name!r}: lengths must be 0 or more, got {int(length_B.min())}")
-    if int(length_B.sum()) != len(id_N):
-        raise StatisticsError(
-            f"feature {name!r}: lengths add up to {int(length_B.sum())}, and there are {len(id_N)} ids"
-        )
-    return length_B, id_N
-
-
-def _whole_numbers(feature: str, what: str, values: Tensor) -> Tensor:
-    """As int64; unsigned ones of 2^63 and more become negative, which are no rows either."""
-    if len(values) and (values.is_floating_point() or values.dtype == torch.bool):
-        raise StatisticsError(f"feature {feature!r}: {what} must be whole numbers, got {values.dtype}")
-    return values.long()
 
 
 def in_smaller_batches(features: Mapping[str, FeatureStatistics]) -> list[str]:

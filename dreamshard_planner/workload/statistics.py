@@ -18,7 +18,7 @@ from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import read_json, write_whole
 from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.workload.counting import BatchCounts, count_lengths, merge_features
+from dreamshard_planner.workload.counting import BatchCounts, merge_features
 from dreamshard_planner.workload.id_histogram import IdHistogram
 from dreamshard_planner.workload.tables import FeatureStatistics
 
@@ -147,20 +147,6 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
             with neutral():  # not around the loop: batches are made in the caller's state, random numbers and all
                 counts.add(_sparse_features(element, position))
         return cls(counts.statistics())
-
-    @classmethod
-    def from_counts(cls, counts: Mapping[str, tuple[Any, Any]], batch_size: int) -> TableStatistics:
-        """Statistics of data at hand: the lengths [samples] and ids [sum of lengths] of each feature.
-
-        Args:
-            counts: lengths and ids by feature name; tensors, arrays or lists of whole numbers.
-            batch_size: samples of a local batch: the data is cut into such batches in its order. What fills none at
-                the end is left out, unless it is all there is.
-
-        Raises:
-            StatisticsError: names the feature, where lengths and ids contradict each other or are no whole numbers.
-        """
-        return cls(count_lengths(counts, batch_size))
 
     @classmethod
     def from_parquet(

@@ -10,6 +10,7 @@ import torch
 from ranks import Rank
 
 from dreamshard_planner import StatisticsError, TableStatistics
+from tests.counted import counted
 
 
 def _data(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -18,11 +19,11 @@ def _data(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _gathered(rank: Rank) -> tuple[Any, str]:
-    own = TableStatistics.from_counts(_data(rank.rank), batch_size=20)
+    own = counted(_data(rank.rank), batch_size=20)
     everyone = own.all_gather()
     one_alone = (own if rank.rank == 0 else TableStatistics({})).all_gather()
-    assert dict(one_alone) == dict(TableStatistics.from_counts(_data(0), batch_size=20))
-    other = TableStatistics.from_counts(_data(rank.rank), batch_size=20 if rank.rank else 5)
+    assert dict(one_alone) == dict(counted(_data(0), batch_size=20))
+    other = counted(_data(rank.rank), batch_size=20 if rank.rank else 5)
     try:
         other.all_gather()
     except StatisticsError as error:
@@ -32,7 +33,7 @@ def _gathered(rank: Rank) -> tuple[Any, str]:
 
 def test_statistics_of_all_ranks_are_those_of_all_data(launch: Callable[..., list[Any]]) -> None:
     ranks = launch(_gathered)
-    parts = [TableStatistics.from_counts(_data(rank), batch_size=20) for rank in range(len(ranks))]
+    parts = [counted(_data(rank), batch_size=20) for rank in range(len(ranks))]
     expected = dict(TableStatistics.merge(parts))
     for gathered, error in ranks:
         assert gathered == expected and "do not merge" in error

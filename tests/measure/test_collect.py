@@ -28,7 +28,7 @@ TABLES = [
     for i in range(60)
 ]
 SMALL_SETS = draw_sets(TABLES, 12, seed=1, batch_sizes=(4, 8), max_tables=5)
-MANY_SETS = draw_sets(TABLES, 400, seed=2, batch_sizes=(4, 8), max_tables=5)
+MANY_SETS = draw_sets(TABLES, 100, seed=2, batch_sizes=(4, 8), max_tables=5)
 
 
 def run(sets: list, path: Path, **options) -> CostDataset:
@@ -89,7 +89,7 @@ def recorded(folder: Path) -> int:
 def test_sigkill_at_random_moments_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
     """Real processes, really killed."""
     folder, moments, held = tmp_path / "sets.blocks", random.Random(0), 0
-    for _ in range(10):
+    for _ in range(3):
         process = start(partial(run, block=1), MANY_SETS, folder)
         wait_for(lambda held=held: recorded(folder) > held, process)
         time.sleep(moments.uniform(0.0, 0.05))

@@ -11,6 +11,7 @@ from torchrec.distributed.planner.perf_models import NoopPerfModel
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import ReportEntry, TableEntry, verdict
+from tests.counted import counted
 
 
 def entry(rank_ms: tuple[float, ...], collectives_ms: float) -> ReportEntry:
@@ -47,9 +48,9 @@ def test_the_verdict_names_the_bottleneck(rank_ms, collectives_ms, tables, said)
 
 @pytest.mark.parametrize("batch_sizes", [None, [16]])
 def test_features_that_were_counted_in_smaller_batches_are_named(batch_sizes: list[int] | None) -> None:
-    counted = [TableStatistics.from_counts({f"t{i}_f0": ([1] * n, range(n))}, n) for i, n in ((0, 64), (2, 16))]
+    parts = [counted({f"t{i}_f0": ([1] * n, range(n))}, n) for i, n in ((0, 64), (2, 16))]
     made = planner(
-        statistics=TableStatistics.merge(counted), constraints={"t2": ParameterConstraints(batch_sizes=batch_sizes)}
+        statistics=TableStatistics.merge(parts), constraints={"t2": ParameterConstraints(batch_sizes=batch_sizes)}
     )
     made.plan(small_model(), SHARDERS)
     told = [note.text for note in made.report().notes if "were counted in smaller batches" in note.text]

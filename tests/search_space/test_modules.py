@@ -32,11 +32,11 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dreamshard_planner import TableStatistics
 from dreamshard_planner.search_space.input_checks import doubtful_inputs
 from dreamshard_planner.search_space.kernels import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS
 from dreamshard_planner.search_space.modules import exchange_codecs, without_weights
 from dreamshard_planner.torchrec_components.compat import sharder_of_tables
+from tests.counted import counted
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -91,7 +91,7 @@ def test_sharders_around_a_sharder_are_read_as_it() -> None:
 
 def test_ids_that_itep_maps_to_rows_are_not_doubted() -> None:
     inside = collection(table("t", 10_000))
-    statistics = TableStatistics.from_counts({"t_f0": (torch.full((64,), 10), torch.arange(20_000)[-640:])}, 64)
+    statistics = counted({"t_f0": (torch.full((64,), 10), torch.arange(20_000)[-640:])}, 64)
     doubts = doubtful_inputs(nn.Sequential(inside), SHARDERS, statistics, "cuda")
     assert [doubt for doubt in doubts if "10,000 rows" in doubt]
     pruned = nn.Sequential(ITEPEmbeddingBagCollection(inside, GenericITEPModule({"t": 20_000})))
@@ -114,9 +114,7 @@ def managed(buckets: int = 2) -> nn.Module:
 @pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
 def test_kernels_of_gpus_are_not_planned_on_cpus(cost_source: str) -> None:
     """Sharders of managed collisions offer them there, and TorchRec's estimator knows none for CPUs."""
-    statistics = TableStatistics.from_counts(
-        {"f": (torch.ones(64, dtype=torch.int64), torch.randint(10**9, (64,)))}, 64
-    )
+    statistics = counted({"f": (torch.ones(64, dtype=torch.int64), torch.randint(10**9, (64,)))}, 64)
     made = planner(statistics=statistics, cost_source=cost_source)
     made.plan(managed(), get_default_sharders())
     assert [option.compute_kernel for option in made.options] == ["fused"]

@@ -31,6 +31,7 @@ from dreamshard_planner.search_space.replica_rules import (
     in_backward_arguments,
     why_not_replicas,
 )
+from tests.counted import counted
 
 ROWS, DIM, LOOKUPS, SAMPLES, STEPS = 30, 8, 3, 12, 10
 Update = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -219,8 +220,8 @@ def test_replicas_of_several_sharding_groups_train_otherwise() -> None:
 
 
 def test_pooling_factors_beside_counted_features_are_no_batches_of_their_own() -> None:
-    counted = TableStatistics.from_counts({"t2_f0": ([1] * 64, range(64))}, 64)
-    mixed = TableStatistics({**counted, "t3_f0": FeatureStatistics(5.0)})
+    one = counted({"t2_f0": ([1] * 64, range(64))}, 64)
+    mixed = TableStatistics({**one, "t3_f0": FeatureStatistics(5.0)})
     made, kinds = replicated(SGD, optimizers_attached=True, statistics=mixed)
     assert "data_parallel" in kinds
     assert not any("were counted in smaller batches" in note.text for note in made.report().notes)

@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
 from dreamshard_planner.workload.counting import BatchSampler, _on_host
+from tests.counted import batches_of, counted
 
 ONES = (1.0,) + (0.0,) * 16
 
@@ -24,55 +25,11 @@ def drawn(samples: int, seed: int = 0, rows: int = 1000) -> tuple[np.ndarray, np
     return lengths, (rows * rng.random(lengths.sum()) ** 2).astype(np.int64)
 
 
-def batches_of(lengths: np.ndarray, ids: np.ndarray, size: int) -> list[KeyedJaggedTensor]:
-    ends = np.concatenate([[0], lengths.cumsum()])
-    return [
-        KeyedJaggedTensor(
-            ["f"],
-            torch.from_numpy(ids[ends[first] : ends[first + size]]),
-            lengths=torch.from_numpy(lengths[first : first + size]),
-        )
-        for first in range(0, len(lengths) - size + 1, size)
-    ]
-
-
-def test_lengths_and_ids_give_what_their_batches_give() -> None:
-    lengths, ids = drawn(1050)
-    counted = TableStatistics.from_counts({"f": (lengths, ids)}, batch_size=100)
-    expected = TableStatistics.from_batches(batches_of(lengths, ids, 100))
-    assert dict(counted) == dict(expected)
-    assert (counted["f"].batch_size, counted["f"].batches) == (100, 10)  # 50 samples fill no batch
-    assert TableStatistics.from_counts({"f": ([2, 0], [7, 7])}, batch_size=8)["f"].pooling_factor == 1.0
-
-
-@pytest.mark.parametrize(
-    ("pair", "reason"),
-    [
-        (([1, 2], [5, 5]), "lengths add up to 3, and there are 2 ids"),
-        (([-1, 3], [5, 5]), "lengths must be 0 or more, got -1"),
-        (([1.5, 0.5], [5, 5]), "lengths must be whole numbers"),
-        (([1, 1], [0.5, 5]), "ids must be whole numbers"),
-        (([1, 1],), "must be two arrays"),
-        (([1, "a"], [5, 5]), "must be two arrays"),
-        (([], []), "all batches are without samples"),
-    ],
-)
-def test_lengths_and_ids_that_contradict_each_other_are_refused(pair: tuple, reason: str) -> None:
-    with pytest.raises(StatisticsError, match=f"feature 'f': .*{reason}"):
-        TableStatistics.from_counts({"f": pair}, batch_size=2)
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
-def test_unsigned_ids_count_as_signed_ones(dtype: type) -> None:
-    lengths, ids = drawn(100)
-    unsigned = TableStatistics.from_counts({"f": (lengths.astype(dtype), ids.astype(dtype))}, batch_size=50)
-    assert dict(unsigned) == dict(TableStatistics.from_counts({"f": (lengths, ids)}, batch_size=50))
-
-
-def test_hashes_of_64_bits_are_no_rows() -> None:
-    hashes = np.array([2**64 - 1, 2**63, 5, 5], dtype=np.uint64)
-    counted = TableStatistics.from_counts({"f": ([2, 2], hashes)}, batch_size=2)["f"]
-    assert (counted.distinct_rows, counted.ids) == (3, None)
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_ids_count_as_signed_ones(dtype: torch.dtype) -> None:
+    batch = KeyedJaggedTensor(["f"], torch.tensor([3, 3, 500]), lengths=torch.tensor([2, 1]))
+    unsigned = KeyedJaggedTensor(["f"], batch.values().to(dtype), lengths=torch.tensor([2, 1]))
+    assert dict(TableStatistics.from_batches(unsigned)) == dict(TableStatistics.from_batches(batch))
 
 
 def test_batches_of_values_that_are_no_ids_are_refused() -> None:
@@ -86,20 +43,20 @@ def test_batches_of_several_sizes_count_as_their_mean_and_empty_ones_not_at_all(
     samples: tuple[int, ...], batch_size: int
 ) -> None:
     lookups = [np.full(count, 2) for count in samples]  # each row once in a batch
-    batches = [batches_of(length, np.arange(length.sum()), len(length) or 1) for length in lookups]
+    batches = [batches_of({"f": (length, np.arange(length.sum()))}, len(length) or 1) for length in lookups]
     empty = KeyedJaggedTensor(["f"], torch.zeros(0, dtype=torch.long), lengths=torch.zeros(0, dtype=torch.long))
-    counted = TableStatistics.from_batches([(batch or [empty])[0] for batch in batches])["f"]
-    assert (counted.pooling_factor, counted.batch_size) == (2.0, batch_size)
-    assert counted.distinct_rows == 2.0 * batch_size and counted.batches == sum(map(bool, samples))
+    known = TableStatistics.from_batches([(batch or [empty])[0] for batch in batches])["f"]
+    assert (known.pooling_factor, known.batch_size) == (2.0, batch_size)
+    assert known.distinct_rows == 2.0 * batch_size and known.batches == sum(map(bool, samples))
 
 
 def test_parts_merge_to_the_whole() -> None:
     lengths, ids = drawn(1600)
-    whole = TableStatistics.from_batches(batches_of(lengths, ids, 100))["f"]
+    whole = TableStatistics.from_batches(batches_of({"f": (lengths, ids)}, 100))["f"]
     cut = int(lengths[:1200].sum())
     parts = [
-        TableStatistics.from_batches(batches_of(lengths[:1200], ids[:cut], 100)),
-        TableStatistics.from_batches(batches_of(lengths[1200:], ids[cut:], 100)),
+        TableStatistics.from_batches(batches_of({"f": (lengths[:1200], ids[:cut])}, 100)),
+        TableStatistics.from_batches(batches_of({"f": (lengths[1200:], ids[cut:])}, 100)),
     ]
     merged = TableStatistics.merge(parts)["f"]
     assert merged.pooling_factor == pytest.approx(whole.pooling_factor)
@@ -122,9 +79,9 @@ def test_features_merge_over_those_that_have_them() -> None:
 
 def test_files_keep_how_many_batches_were_counted(tmp_path: Path) -> None:
     lengths, ids = drawn(500)
-    counted = TableStatistics.from_counts({"f": (lengths, ids)}, batch_size=100)
-    counted.to_json(tmp_path / "s.json")
-    assert TableStatistics.from_json(tmp_path / "s.json")["f"].batches == counted["f"].batches == 5
+    known = counted({"f": (lengths, ids)}, 100)
+    known.to_json(tmp_path / "s.json")
+    assert TableStatistics.from_json(tmp_path / "s.json")["f"].batches == known["f"].batches == 5
 
 
 def parquet(path: Path, lengths: np.ndarray, ids: np.ndarray, row_group_size: int = 130) -> Path:
@@ -142,7 +99,7 @@ def parquet(path: Path, lengths: np.ndarray, ids: np.ndarray, row_group_size: in
 
 def test_parquet_gives_what_its_batches_give_across_row_groups_and_files(tmp_path: Path) -> None:
     lengths, ids = drawn(1050)
-    expected = dict(TableStatistics.from_counts({"f": (lengths, ids)}, batch_size=100))
+    expected = dict(counted({"f": (lengths, ids)}, 100))
     assert dict(TableStatistics.from_parquet(parquet(tmp_path / "all.parquet", lengths, ids), 100)) == expected
     cut = int(lengths[:333].sum())
     (tmp_path / "days").mkdir()
@@ -159,10 +116,10 @@ def test_missing_values_look_nothing_up_and_hashes_are_no_rows(tmp_path: Path) -
     hashes = pa.array([[2**64 - 1]] * 3, type=pa.list_(pa.uint64()))
     table = {"l": pa.array([[1, None, 1], None, []]), "n": pa.array([4, None, 4]), "h": hashes}
     pq.write_table(pa.table(table), tmp_path / "x.parquet")
-    counted = TableStatistics.from_parquet(tmp_path / "x.parquet", 3, features=["l", "n", "h"])
-    assert counted["l"].pooling_factor == counted["n"].pooling_factor == pytest.approx(2 / 3)
-    assert counted["l"].distinct_rows == counted["n"].distinct_rows == 1
-    assert counted["h"].pooling_factor == 1.0 and counted["h"].ids is None
+    known = TableStatistics.from_parquet(tmp_path / "x.parquet", 3, features=["l", "n", "h"])
+    assert known["l"].pooling_factor == known["n"].pooling_factor == pytest.approx(2 / 3)
+    assert known["l"].distinct_rows == known["n"].distinct_rows == 1
+    assert known["h"].pooling_factor == 1.0 and known["h"].ids is None
 
 
 def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -190,8 +147,8 @@ def test_without_pyarrow_the_error_says_what_to_install(monkeypatch: pytest.Monk
 
 def test_drift_is_told_by_feature() -> None:
     lengths, ids = drawn(1000)
-    before = TableStatistics.from_counts({"f": (lengths, ids), "g": (lengths, ids), "h": (lengths, ids)}, 100)
-    after = TableStatistics.from_counts({"f": (lengths, 999 - ids), "g": (lengths, ids), "i": (lengths, ids)}, 100)
+    before = counted({"f": (lengths, ids), "g": (lengths, ids), "h": (lengths, ids)}, 100)
+    after = counted({"f": (lengths, 999 - ids), "g": (lengths, ids), "i": (lengths, ids)}, 100)
     found = before.diff(after)
     assert [feature.name for feature in found.drifted] == ["f"] and found.features[1].largest == 0.0
     drifted = found.features[0]

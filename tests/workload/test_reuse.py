@@ -98,29 +98,17 @@ def test_rescaling_by_one_changes_nothing() -> None:
     assert float(distinct[0]) == pytest.approx(400 / (0.5 * 1 + 0.5 * float(bin_mean_reuse()[2])))
 
 
-@pytest.mark.parametrize("exponent", [0.8, 1.05, 1.3])
-@pytest.mark.parametrize("rows", [10**5, 10**6])
-@pytest.mark.parametrize("factor", [2, 8, 64])
-def test_a_larger_batch_of_a_zipf_table(exponent: float, rows: int, factor: int) -> None:
-    indices = zipf_indices(rows, exponent, 20_000 * factor)
-    bin_error, distinct_error = errors(indices, rows, 20_000, 20_000 * factor)
-    assert bin_error < 0.05 and distinct_error < 0.05
-
-
-@pytest.mark.parametrize("exponent, rows", [(0.8, 10**5), (1.05, 10**6), (1.3, 10**6)])
-@pytest.mark.parametrize("factor", [2, 8, 64])
-def test_a_smaller_batch_of_a_zipf_table(exponent: float, rows: int, factor: int) -> None:
-    indices = zipf_indices(rows, exponent, 20_000 * factor)
-    bin_error, distinct_error = errors(indices, rows, 20_000 * factor, 20_000)
-    assert bin_error < 0.05 and distinct_error < 0.05
-
-
-@pytest.mark.parametrize("exponent", [0.6, 1.0, 1.35])
-@pytest.mark.parametrize("factor", [2, 8])
-def test_tables_of_which_few_rows_take_many_lookups(exponent: float, factor: int) -> None:
-    indices = zipf_indices(50_000, exponent, 40_000 * factor)
-    for old, new in ((40_000, 40_000 * factor), (40_000 * factor, 40_000)):
-        bin_error, distinct_error = errors(indices, 50_000, old, new)
+@pytest.mark.parametrize(
+    ("rows", "exponent", "lookups", "factor"),
+    [
+        *[(rows, exponent, 20_000, n) for rows in (10**5, 10**6) for exponent in (0.8, 1.05, 1.3) for n in (2, 8, 64)],
+        *[(50_000, exponent, 40_000, n) for exponent in (0.6, 1.0, 1.35) for n in (2, 8)],  # few rows take many lookups
+    ],
+)
+def test_other_batch_sizes_of_zipf_tables(rows: int, exponent: float, lookups: int, factor: int) -> None:
+    indices = zipf_indices(rows, exponent, lookups * factor)
+    for old, new in ((lookups, lookups * factor), (lookups * factor, lookups)):
+        bin_error, distinct_error = errors(indices, rows, old, new)
         assert bin_error < 0.05 and distinct_error < 0.05
 
 
@@ -199,7 +187,7 @@ def test_drawing_nothing_and_everything() -> None:
     assert len(draw_indices(ONE_READ, 3, 100, generator, distinct_rows=50)) == 100
     # More lookups than the counts of the last bin, by millions: as fast as any other.
     only_row = [0.0] * 16 + [1.0]
-    assert len(draw_indices(only_row, 1, 20_000_000, generator, distinct_rows=1)) == 20_000_000
+    assert len(draw_indices(only_row, 1, 2_000_000, generator, distinct_rows=1)) == 2_000_000
 
 
 @pytest.mark.parametrize("histogram", [bins(b0=1.0), bins(b0=0.6, b1=0.3, b7=0.1), bins(b3=0.5, b15=0.5)])
@@ -233,7 +221,7 @@ def popularity(shape: str, rows: int) -> Tensor:
         ("log-normal", 60_000, 30_000),
     ],
 )
-@pytest.mark.parametrize("load_factor", [0.02, 0.2, 0.5])
+@pytest.mark.parametrize("load_factor", [0.02, 0.3])
 def test_cache_hits_are_those_of_a_simulated_cache(shape: str, rows: int, lookups: int, load_factor: float) -> None:
     generator = torch.Generator().manual_seed(2)
     edge_R = popularity(shape, rows).cumsum(0)
