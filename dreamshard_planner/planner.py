@@ -49,9 +49,8 @@ from dreamshard_planner.planning.ranks import (
     topology_here,
 )
 from dreamshard_planner.planning.replanning import replanned
-from dreamshard_planner.planning.reservation import DefaultReservation
 from dreamshard_planner.planning.result import PlanResult
-from dreamshard_planner.planning.settings import PlannerSettings
+from dreamshard_planner.planning.settings import DefaultReservation, PlannerSettings
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry

@@ -20,7 +20,7 @@ from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner, ShardingGroups
-from dreamshard_planner.planning.kept import LEAST_GAIN
+from dreamshard_planner.planning.baseline import LEAST_GAIN
 from dreamshard_planner.search_space.kernels import CACHING
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import (

@@ -1,11 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's own plan over the same options, as a rival: its estimates, its proposers, its partitioner, its rating."""
+"""TorchRec's own plan over the same options, by its estimates, proposers, partitioner and rating: a rival of the
+searched plan, and the fallback if that gains too little."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -14,8 +15,11 @@ from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
 
+from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search.effort import portion
-from dreamshard_planner.search_space.options import counted
+from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of, same_options
 
 BASELINE = "torchrec"
 """What reports call TorchRec's plan."""
@@ -25,6 +29,8 @@ SHARDS_PROPOSED = 200_000
 LEAST_PROPOSALS = 4
 SHARDS_OF_ONE = 2_000_000
 """Tables x ranks from which on not so many are tried, but one."""
+LEAST_GAIN = 0.03
+"""Share of the predicted cost of TorchRec's plan that a searched plan has to gain if lookups per sample are guessed."""
 
 
 @dataclass(frozen=True)
@@ -120,3 +126,42 @@ def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:
         return NoopPerfModel(topology).rate(GreedyPerfPartitioner().partition(proposal, topology))
     except PlannerError:
         return None
+
+
+@dataclass(frozen=True)
+class BaselineFallback:
+    """TorchRec's plan, taken since a searched one is predicted to gain less than costs can tell.
+
+    Without statistics both planners take one lookup per sample of each feature. Plans that these costs rate alike then
+    differ in steps by chance, either way: see ``benchmarks/default_steps.py``.
+    """
+
+    options: tuple[ShardingOption, ...]
+    """With ranks."""
+    searched: PlacementCosts
+    gain: float
+    """Of the searched one, as a share of what TorchRec's costs."""
+    least_gain: float
+    """That was asked for."""
+    guessed: bool
+    """Whether it was asked for since lookups per sample are guessed."""
+
+    def is_plan(self, plan: Sequence[ShardingOption]) -> bool:
+        """Whether a plan is this one."""
+        mine, given = ({fqn_of(option): ranks_of(option) for option in options} for options in (self.options, plan))
+        return mine == given and same_options(self.options, plan)
+
+    def beside(self, report: Report) -> Report:
+        """The report with the searched plan among the rivals."""
+        rivals = [*report.rivals, ReportEntry.of("searched", self.searched)]
+        return replace(report, rivals=tuple(sorted(rivals, key=lambda rival: rival.total_ms)))
+
+    def note(self) -> Note:
+        """For the report."""
+        text = (
+            f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * self.gain):.2f} %, less "
+            f"than the {100 * self.least_gain:.3g} % of least_gain"
+        )
+        if self.guessed:
+            text += ", since lookups per sample are guessed; statistics would tell which plan is better"
+        return Note("search", text, {"gain": self.gain, "least_gain": self.least_gain})

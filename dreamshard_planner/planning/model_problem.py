@@ -23,11 +23,11 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner import __version__
 from dreamshard_planner.measure.hardware import library_versions
+from dreamshard_planner.planning.baseline import LEAST_GAIN, BaselineFallback
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.exact_training import WiderSpace, opened_types
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated, shardings
-from dreamshard_planner.planning.kept import LEAST_GAIN, KeptPlan, baseline_of
 from dreamshard_planner.planning.plan_inputs import context_digest, plan_inputs
 from dreamshard_planner.planning.plan_notes import assumptions, knows_lookups
 from dreamshard_planner.planning.ranks import PlannedRanks
@@ -244,7 +244,7 @@ class ModelProblem:
         notes = (*self.context.notes(rated.options), *self.assumptions(rated.options))
         return explain(self.context, self.given, rated, usable, notes, rank)
 
-    def kept(self, plan: Sequence[ShardingOption], found: SearchedPlan | None) -> KeptPlan | None:
+    def kept(self, plan: Sequence[ShardingOption], found: SearchedPlan | None) -> BaselineFallback | None:
         """Return TorchRec's plan if a searched one gains too little over it to be taken; else None."""
         settings, guessed = self.settings, False
         least = settings.least_gain or 0.0
@@ -252,12 +252,12 @@ class ModelProblem:
             known = knows_lookups(self.context, plan, settings.constraints, settings.statistics)
             guessed = not known and settings.cost_source != "torchrec"
             least = LEAST_GAIN if guessed else 0.0
-        theirs = baseline_of(found) if least else None
+        theirs = found.baseline if least and found is not None else None
         if theirs is None:
             return None
         searched, base = self.rated(plan).costs, self.rated(theirs).costs
         gain = 1 - float(searched.overall_ms_B[0] / base.overall_ms_B[0].clamp_min(1e-9))
-        kept = KeptPlan(tuple(theirs), searched, gain, least, guessed)
+        kept = BaselineFallback(tuple(theirs), searched, gain, least, guessed)
         return kept if gain < least and not kept.is_plan(plan) else None
 
     def mixed_exchanges(self, plan: Sequence[ShardingOption]) -> list[str]:

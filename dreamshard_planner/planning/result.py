@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.planning.baseline import BASELINE
+from dreamshard_planner.planning.baseline import BASELINE, BaselineFallback
 from dreamshard_planner.planning.exact_training import forced_out_note, left_out_note
-from dreamshard_planner.planning.kept import KeptPlan
 from dreamshard_planner.planning.model_problem import ModelProblem, libraries
 from dreamshard_planner.planning.plan_notes import training_notes
 from dreamshard_planner.planning.search_plan import PlacedProposal, SearchedPlan
@@ -38,7 +37,7 @@ class SearchRecord:
     """By our proposer."""
     placed: Sequence[PlacedProposal]
     """By our partitioner."""
-    kept: KeptPlan | None
+    kept: BaselineFallback | None
     """TorchRec's plan, where it was taken before callbacks."""
     loaded: SavedPlan | None
     """From a file, instead of a search."""

@@ -145,6 +145,12 @@ class SearchedPlan:
     torchrec: TorchRecPlan | None
     """TorchRec's plan over the same options; None where it found none."""
 
+    @property
+    def baseline(self) -> list[ShardingOption] | None:
+        """TorchRec's plan, with ranks; None if no plan of TorchRec's was found that fits."""
+        fits = any(rival.name == BASELINE and rival.feasible for rival in self.rivals)
+        return copy.deepcopy(self.torchrec.options) if self.torchrec is not None and fits else None
+
     def notes(self) -> tuple[Note, ...]:
         """Return the report's note on TorchRec's plan, if its search was not finished."""
         if self.torchrec is None or self.torchrec.finished:

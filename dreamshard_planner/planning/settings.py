@@ -1,14 +1,19 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a planner is asked for, checked where it is given."""
+"""What a planner is asked for, checked where it is given, and the memory that it reserves by default."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
+from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
@@ -16,7 +21,11 @@ from dreamshard_planner.search.effort import DEFAULT_EFFORT, DEFAULT_SEARCH, EFF
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.torchrec_components.compat import dense_tensor_bytes, set_dense_tensor_bytes
 from dreamshard_planner.workload.statistics import TableStatistics
+
+RESERVED_SHARE = 0.15
+"""Of device memory, as TorchRec's planner keeps by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +96,25 @@ class PlannerSettings:
     def candidates(self) -> float:
         """Multiple of the default's candidates that each part of planning may try."""
         return EFFORTS[self.effort]
+
+
+class DefaultReservation(HeuristicalStorageReservation):
+    """TorchRec's default reservation with the size of the dense layers given, as TorchRec's warning asks."""
+
+    def __init__(self, percentage: float = RESERVED_SHARE) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # it comes even with a dense_tensor_estimate
+            super().__init__(percentage)
+
+    def reserve(
+        self,
+        topology: Topology,
+        batch_size: int,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        constraints: Any = None,
+    ) -> Topology:
+        """See ``StorageReservation.reserve``."""
+        dense_bytes = dense_tensor_bytes(self, module, sharders, batch_size, constraints)
+        set_dense_tensor_bytes(self, max(1, dense_bytes))  # 0 would mean none given
+        return super().reserve(topology, batch_size, module, sharders, constraints)

@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
 )
 
-from dreamshard_planner.planning.kept import KeptPlan
+from dreamshard_planner.planning.baseline import BaselineFallback
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.result import PlanResult, SearchRecord
 from dreamshard_planner.planning.search_plan import HowToSearch, PlacedProposal, SearchedPlan
@@ -64,7 +64,7 @@ class SearchLoop:
     ) -> None:
         context, settings, seconds = model.context, model.settings, model.settings.seconds
         self._model, self._given, self._keeps = model, given, keeps
-        self._kept: KeptPlan | None = None
+        self._kept: BaselineFallback | None = None
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
             self._loader.bind(self._matched)
