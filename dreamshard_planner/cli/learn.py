@@ -133,10 +133,12 @@ def train(
     """Make a checkpoint: measure fused kernels, fit the cost network, train the policy.
 
     An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
-    measure. On CPUs the network starts from the one that ships. Collectives stay those that plans on
-    such a device use now, unless measured ones are given. With --quick both start from nothing.
+    measure. The policy starts from the one that ships, on CPUs the network as well. Collectives stay those that plans on
+    such a device use now, unless measured ones are given. With --quick the network starts from nothing, with --roofline
+    the policy.
     """
     from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
+    from dreamshard_planner.policy.reinforce import FROM_SCRATCH
     from dreamshard_planner.training import train, train_on_roofline
 
     _check_out(out, quick, roofline)
@@ -148,6 +150,8 @@ def train(
         # Whatever the user's own are, an interrupted training goes on as it began. On GPUs costs start from bandwidths.
         start = shipped(SHIPPED, "cpu") if device is Device.cpu else None
         config = replace(config, start=start, collectives=kept)
+    if roofline and not quick:
+        config = replace(config, reinforce=replace(FROM_SCRATCH, updates=updates or FROM_SCRATCH.updates))
     with _measuring(device) as ranks:
         if roofline:
             checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))
