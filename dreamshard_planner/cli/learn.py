@@ -133,9 +133,9 @@ def train(
     """Make a checkpoint: measure fused kernels, fit the cost network, train the policy.
 
     An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
-    measure. The policy starts from the one that ships, on CPUs the network as well. Collectives stay those that plans on
-    such a device use now, unless measured ones are given. With --quick the network starts from nothing, with --roofline
-    the policy.
+    measure. The policy starts from the one that ships, on CPUs the network as well. Collectives stay those that plans
+    on such a device use now, unless measured ones are given. With --quick the network starts from nothing, with
+    --roofline the policy.
     """
     from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
     from dreamshard_planner.policy.reinforce import FROM_SCRATCH
