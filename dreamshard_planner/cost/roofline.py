@@ -71,7 +71,7 @@ class Kernels:
     """That it takes more where the table is much larger than ``far_table_bytes``: addresses have to be looked up."""
     far_table_bytes: float = 1e9
     update_bytes: float = 0.0
-    """That reading or writing a row takes at least as it is updated; 0: ``row_bytes``."""
+    """That reading or writing a row takes at least as it is updated."""
     update_weight_bytes: float = 0.0
     """The same of one weight, where narrower ones are computed as if they were as wide."""
     lookup_bytes: float = INDEX_BYTES
@@ -318,9 +318,7 @@ class RooflineCost(ComputeCost):
             + (exchanges - ahead)
         )
         gradient_reads = lookups * dim.clamp_min(kernels.lane_dims) * OUTPUT_BYTES
-        updated_bytes = (dim * weight_bytes.clamp_min(kernels.update_weight_bytes)).clamp_min(
-            kernels.update_bytes or kernels.row_bytes
-        )
+        updated_bytes = (dim * weight_bytes.clamp_min(kernels.update_weight_bytes)).clamp_min(kernels.update_bytes)
         backward = (
             distinct_rows * (updated_bytes * 2 * (1 - uvm) * backward_ms + link_row_bytes * uvm * link_update_ms)
             + (outputs + SORT_PASSES * 2 * indices + tables) * backward_ms

@@ -43,7 +43,9 @@ def test_roofline_by_hand() -> None:
 
 
 def test_a_cache_serves_what_it_holds_and_narrow_rows_cost_a_least() -> None:
-    kernels = replace(NO_FLOOR, cache_speedup=2.0, gradient_speedup=2.0, row_bytes=64.0, lane_dims=8.0)
+    kernels = replace(
+        NO_FLOOR, cache_speedup=2.0, gradient_speedup=2.0, row_bytes=64.0, update_bytes=64.0, lane_dims=8.0
+    )
     workload = Workload("t", 100, 4, 10, 4.0, 20.0, (0.0, 1.0) + (0.0,) * 15)  # 40 lookups of 20 rows
 
     def ms(tables: int, cache_bytes: float) -> list[float]:
