@@ -16,7 +16,7 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.model import Cost, PlacementCosts
-from dreamshard_planner.planning.cost_sources import COST_SOURCES, NAMED, NetworkCosts
+from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.allocated import AllocatedStorage
 from dreamshard_planner.problem.exchanges import Links
@@ -226,7 +226,7 @@ class PlanningContext:
         return tuple(
             Note(
                 "source",
-                f"{len(tables)} table(s) ({first_of(tables, NAMED)}) use compute kernel {kernel!r}, of which this "
+                f"{len(tables)} table(s) ({first_of(tables)}) use compute kernel {kernel!r}, of which this "
                 "planner has no costs: their compute is priced by the estimates of their options, which are TorchRec's "
                 "unless an estimator that was given made them",
                 {"tables": float(len(tables))},

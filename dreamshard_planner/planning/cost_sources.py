@@ -31,8 +31,6 @@ from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import OPTIMIZERS
 
-NAMED = 5
-"""Tables named in one note."""
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
 """Exchanges that cost nothing of their own."""
 _QUANTIZED = (
@@ -189,7 +187,7 @@ def _costed_optimizers(
     if not others:
         return ()
     return (
-        f"{first_of(sorted(others), NAMED)}: costed as with row-wise Adagrad, since no kernels of their optimizer are "
+        f"{first_of(sorted(others))}: costed as with row-wise Adagrad, since no kernels of their optimizer are "
         "known" + ("; dreamshard calibrate measures Adagrad's" if "adagrad" in others.values() else ""),
     )
 

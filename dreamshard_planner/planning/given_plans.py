@@ -43,11 +43,8 @@ from dreamshard_planner.search_space.options import (
 )
 from dreamshard_planner.search_space.sharding_types import MISSED_ROWS, SHARDING_TYPES
 from dreamshard_planner.search_space.usable_options import misses_rows
-from dreamshard_planner.support.formatting import memory_in_words, nearest
+from dreamshard_planner.support.formatting import NAMED, memory_in_words, nearest
 from dreamshard_planner.support.torch_state import single_thread
-
-NAMED = 5
-"""Tables named in one error."""
 
 
 @dataclass(frozen=True)

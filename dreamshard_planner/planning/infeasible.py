@@ -14,13 +14,11 @@ from torchrec.distributed.planner.types import PlannerError
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Problem, has_room
 from dreamshard_planner.search_space.constraints import NOT_OFFERED, reasons_in_words
 from dreamshard_planner.search_space.options import lacks_room
-from dreamshard_planner.support.formatting import memory_in_words
+from dreamshard_planner.support.formatting import NAMED, memory_in_words
 from dreamshard_planner.torchrec_components.compat import last_planner_error
 
 LeftOut = Callable[[str], Mapping[str, str]]
 """The sharding types in parts that a table may not take, and why, by its name."""
-MAX_NAMED = 5
-"""Tables named in one error."""
 
 
 def reason_first(error: PlannerError, proposers: Iterable[object], timeout_seconds: float | None) -> str:
@@ -48,14 +46,14 @@ def infeasible(problem: Problem, proven: bool, left_out: LeftOut) -> PlannerErro
     if crowded and not short:
         return lacks_room(f"placement_rules cannot be kept: {crowded}.")
     too_large = _homeless(problem) or ([] if short else [_largest(problem)])
-    unsplit = _unsplit([problem.names[shard] for shard in too_large[:MAX_NAMED]], left_out)
+    unsplit = _unsplit([problem.names[shard] for shard in too_large[:NAMED]], left_out)
     return _refusal(problem, (short or _packing_reason(problem, proven)) + unsplit)
 
 
 def infeasible_wide(problem: Problem) -> PlannerError:
     """The same for units that span hosts or the world, of the first option of each table."""
     need_TM = torch.stack([problem.needs_PM[options[0].parts].sum(0) for options in problem.tables])
-    reason = "; ".join(_wide_shortages(problem)[:MAX_NAMED]) or _total_shortages(problem, need_TM)
+    reason = "; ".join(_wide_shortages(problem)[:NAMED]) or _total_shortages(problem, need_TM)
     return _refusal(problem, reason or _wide_reason(problem))
 
 
@@ -82,7 +80,7 @@ def shortage(problem: Problem) -> str:
     reason."""
     need_SM, limits_DM = problem.needs_PM, problem.limits_DM
     homeless_S, lines = _homeless(problem), []
-    for shard in homeless_S[:MAX_NAMED]:
+    for shard in homeless_S[:NAMED]:
         missing_DM = (need_SM[shard] - limits_DM).clamp_min(0) * (need_SM[shard] > 0)
         device = int(missing_DM.sum(-1).argmin())
         for kind, name in enumerate(MEMORY_KINDS):
@@ -92,8 +90,8 @@ def shortage(problem: Problem) -> str:
                     f"roomiest rank ({device}) has {memory_in_words(max(0, int(limits_DM[device, kind])))}: "
                     f"{memory_in_words(int(missing_DM[device, kind]))} are missing"
                 )
-    if len(homeless_S) > MAX_NAMED:
-        lines.append(f"and {len(homeless_S) - MAX_NAMED} more tables fit on no rank")
+    if len(homeless_S) > NAMED:
+        lines.append(f"and {len(homeless_S) - NAMED} more tables fit on no rank")
     if lines:
         return "; ".join(lines)
     return _total_shortages(problem, need_SM)

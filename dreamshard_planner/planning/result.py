@@ -167,15 +167,13 @@ def _unsharded(paths: Sequence[str]) -> list[str]:
     if not paths:
         return []
     named = [repr(path) if path else "the model itself" for path in paths]
-    return [f"{len(paths)} embedding module(s) have no sharder and are not in the plan: {first_of(named, 5)}"]
+    return [f"{len(paths)} embedding module(s) have no sharder and are not in the plan: {first_of(named)}"]
 
 
 def _uneven(model: ModelProblem) -> list[str]:
     """Return a note on tables whose outputs, of another type than float32, leave them few sharding types."""
     named = [fqn for fqn, why in model.left_out.items() if UNEVEN_OUTPUTS in why.values()]
-    return (
-        [f"{len(named)} table(s) ({first_of(named, 5)}) may only lie on all ranks: {UNEVEN_OUTPUTS}"] if named else []
-    )
+    return [f"{len(named)} table(s) ({first_of(named)}) may only lie on all ranks: {UNEVEN_OUTPUTS}"] if named else []
 
 
 def _notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:

@@ -17,9 +17,6 @@ from dreamshard_planner.search_space.modules import exchange_codecs, fused_param
 from dreamshard_planner.search_space.options import fqn_of, ranks_of, type_of
 from dreamshard_planner.support.formatting import first_of, ranks_in_words
 
-MAX_NAMED = 5
-"""Tables."""
-
 
 def mixed_exchanges(
     plan: Sequence[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]], world_size: int
@@ -38,7 +35,7 @@ def mixed_exchanges(
     for (path, kind), tables in exchanged.items():
         if len(sent := _sent(tables, world_size)) == 1:
             continue
-        named = first_of([f"{fqn_of(option)!r} {_name(output)}" for option, output in tables], MAX_NAMED)
+        named = first_of([f"{fqn_of(option)!r} {_name(output)}" for option, output in tables])
         by_ranks = ", ".join(f"{_name(output)} by {ranks_in_words(ranks)}" for output, ranks in sent.items())
         texts.append(
             f"TorchRec cannot exchange the {kind} outputs of module {path!r}, since ranks would send different types: "

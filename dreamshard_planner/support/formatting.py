@@ -74,7 +74,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def first_of(names: Sequence[str], most: int) -> str:
+NAMED = 5
+"""Tables, or other names, that one error or note lists."""
+
+
+def first_of(names: Sequence[str], most: int = NAMED) -> str:
     """The first so many names, and dots where there are more."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
@@ -82,8 +86,8 @@ def first_of(names: Sequence[str], most: int) -> str:
 def some_of(names: Sequence[str], known: Iterable[str]) -> str:
     """Unknown names, quoted, each with the known one that it is close to; past the fifth they are counted."""
     known = list(known)
-    shown = ", ".join(f"{name!r}{nearest(name, known)}" for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    shown = ", ".join(f"{name!r}{nearest(name, known)}" for name in names[:NAMED])
+    return shown + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def layout(value: Any, indent: int = 0) -> str:
