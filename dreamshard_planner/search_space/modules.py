@@ -72,12 +72,6 @@ def without_weights(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Modul
     return copied(module, False)
 
 
-def of_modules(paths: Iterable[str]) -> str:
-    """Modules at these paths, in words."""
-    named = [repr(path) if path else "the model itself" for path in sorted(paths)]
-    return f"of module{'s' if len(named) > 1 else ''} {', '.join(named)}"
-
-
 def brings_optimizer(module: nn.Module) -> TypeGuard[FusedEmbeddingBagCollection | FusedEmbeddingCollection]:
     """Whether the module has an optimizer of its own, which it keeps whatever its tables' sharding type."""
     return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
