@@ -10,10 +10,6 @@ same command continues where it ends, and summarizes.
 Compute is ``max over devices of (forward + backward)`` as measured; overall adds modelled collectives. Ratios are
 geometric means over tasks that both sides place; what a placer could not place is counted.
 
-On a machine with cores to spare, ``--part 0/2`` and ``--part 1/2``, each with a record of its own and started with
-``taskset`` on a core of its own, play half of the tasks each: the lines of one record, without its first, appended to
-the other make the whole.
-
 With ``--sharding-types table_wise,column_wise``, planners choose splits and ranks (``placements/split_contests.py``,
 ``split_placers.py``, ``split_referee.py``):
 
@@ -48,7 +44,7 @@ from common.output import commit, named, provenance, wide_console
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned, processor_time
 from dreamshard_planner.search_space.sharding_types import CW, DP, TW
-from placements.contests import Contest, Part, draw_contests
+from placements.contests import Contest, draw_contests
 from placements.placers import Field
 from placements.split_contests import SplitContest, draw_split_contests
 from placements.split_referee import SplitField, play_splits, print_split_summary
@@ -126,7 +122,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--part", type=Part, default=Part("0/1"), help="I/N: every N-th six tasks, from the I-th on")
     parser.add_argument(
         "--sharding-types",
         default="",
@@ -171,7 +166,7 @@ def main() -> None:
             records = [head | provenance(torch.device(args.device))]
             file.write(json.dumps(records[0]) + "\n")
         played = {record["task"] for record in records[1:]}
-        contests = [contest for contest in args.part.of(game.draw()) if contest.name not in played]
+        contests = [contest for contest in game.draw() if contest.name not in played]
         arena = Arena(args.device, seed=args.seed)
         deadline = time.monotonic() + args.seconds
         for contest in track(contests, "tasks", console=Console(stderr=True)):
@@ -188,7 +183,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """What all lines of a record have in common."""
     # Records of before these options go on as they are.
     new = [name for name in ("sharding_types", "processor_time") if not getattr(args, name)]
-    left_out = ("tasks", "record", "part", "seconds", *new)
+    left_out = ("tasks", "record", "seconds", *new)
     return {name: str(value) for name, value in vars(args).items() if name not in left_out}
 
 

@@ -32,7 +32,7 @@ import common.fast_kernels  # noqa: F401 (before torch)
 import numpy as np
 import torch
 from rich.console import Console
-from scipy.stats import kendalltau, spearmanr
+from scipy.stats import kendalltau
 from torch import Tensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -44,7 +44,7 @@ from common.linear_cost import LinearCost
 from common.output import mean_interval, provenance, table_of, wide_console, write_result
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
-from dreamshard_planner.cost.network import CostNetwork, FitConfig, fit_cost_network, mape_2, predict_ms
+from dreamshard_planner.cost.network import CostNetwork, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.sets import GroupMix, draw_sets
@@ -200,13 +200,6 @@ def by_kind(sets: Sequence[Sequence[Workload]], relative_X2: np.ndarray) -> dict
     return result
 
 
-def spread_tells_error(network: CostNetwork, sets: LabelledSets, relative_X2: np.ndarray) -> dict[str, float]:
-    """Spearman's correlation between the disagreement of the ensemble and its relative error."""
-    log_EX2 = network.member_log_cost(sets.sum(network.encode(sets.features_SF)))
-    spread_X2 = log_EX2.std(0, unbiased=False).detach().numpy()
-    return {stage: float(spearmanr(spread_X2[:, i], relative_X2[:, i]).statistic) for i, stage in enumerate(STAGES)}
-
-
 def on_test_sets(
     data: Path, device: str, network: CostNetwork, linear: LinearCost, usual_ms: float | None
 ) -> dict[str, dict[str, Any]]:
@@ -224,7 +217,6 @@ def on_test_sets(
             "network": relative_X2.mean(0).tolist(),
             "linear": mape_2(predict_ms(linear, test), test.labels_ms_X2).tolist(),
             "network_by_kind": by_kind(held_out.sets, relative_X2),
-            "spread_tells_error": spread_tells_error(network, test, relative_X2),
         }
         again = path.with_stem(path.stem + AGAIN)
         if again.exists():
@@ -244,28 +236,7 @@ def measured_again(network: CostNetwork, test: LabelledSets, again: CostDataset)
     }
 
 
-def draw_figure(predictions: dict[str, Tensor], label_X2: Tensor, path: Path) -> None:
-    """Predicted against measured, forward and backward, PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.6))
-    for i, (stage, axes) in enumerate(zip(STAGES, panels, strict=True)):
-        for name, marker in (("linear", "x"), ("network", "o")):
-            axes.loglog(label_X2[:, i], predictions[name][:, i], marker, markersize=3, alpha=0.6, label=name)
-        ends = [float(label_X2[:, i].min()), float(label_X2[:, i].max())]
-        axes.loglog(ends, ends, color="0.4", linewidth=0.8)
-        axes.set_xlabel(f"measured {stage}, ms")
-        axes.set_ylabel("predicted, ms")
-        axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
+def judge(args: argparse.Namespace) -> dict[str, Any]:
     """All costs on the clean sets."""
     clean = CostDataset.load(args.data / f"{args.device}-clean.npz")
     sets = clean.sets
@@ -299,14 +270,9 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
         "noise": noise(clean),
         "costs": {name: errors(predicted_X2, label_X2) for name, predicted_X2 in predictions.items()},
         "network_by_kind": by_kind(sets, relative_X2),
-        "spread_tells_error": spread_tells_error(network, test, relative_X2),
         "test_sets": on_test_sets(args.data, args.device, network, linear, usual_ms),
     }
-    if args.seeds:
-        fits = [fit_cost_network(train, config=FitConfig(seed=seed)) for seed in range(args.seeds)]
-        mapes = [[errors(predict_ms(fit, test).double(), label_X2)[stage]["mape"] for stage in STAGES] for fit in fits]
-        result["network_by_seed"] = mapes
-    return result, predictions, label_X2
+    return result
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
@@ -325,9 +291,6 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     for kind, bins in result["network_by_kind"].items():
         cells = (f"{name}: {f:.1%}/{b:.1%} ({int(count)})" for name, (f, b, count) in bins.items())
         console.print(f"network by {kind}: " + ", ".join(cells))
-    for name, part in {"clean": result, **result["test_sets"]}.items():
-        cells = (f"{stage} {rank:.2f}" for stage, rank in part["spread_tells_error"].items())
-        console.print(f"{name}, spread of the ensemble against its error, Spearman: {', '.join(cells)}")
     for name, test in result["test_sets"].items():
         cells = ("{} {:.1%}/{:.1%}".format(cost, *test[cost]) for cost in ("network", "linear"))
         console.print(f"{name}, {test['sets']} sets measured once: {', '.join(cells)}")
@@ -337,8 +300,6 @@ def print_result(result: dict[str, Any], console: Console) -> None:
                 for forward, backward in (test["measured_again"], test["network_against_both"])
             ]
             console.print(f"    measured again {told[0]}; the network against the mean of both {told[1]}")
-    for seed, (forward, backward) in enumerate(result.get("network_by_seed", [])):
-        console.print(f"network fitted with seed {seed}: {forward:.1%} forward, {backward:.1%} backward")
 
 
 def main() -> None:
@@ -351,11 +312,10 @@ def main() -> None:
     parser.add_argument("--no-singles", action="store_true", help="measure no table alone, and judge no additive cost")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the measurements")
     parser.add_argument("--seed", type=int, default=77)
-    parser.add_argument("--seeds", type=int, default=0, help="also fit this many networks, for error bars")
     parser.add_argument("--checkpoint", default="auto")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--train", type=Path, nargs="+", help="training sets of linear and of --seeds")
-    parser.add_argument("--json", type=Path, help="write the result here, and the figure beside it")
+    parser.add_argument("--train", type=Path, nargs="+", help="training sets of linear")
+    parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()
     args.train = args.train or sorted(args.data.glob(f"{args.device}-train*.npz"))
     if min(args.sets, args.rounds) < 1:
@@ -364,11 +324,9 @@ def main() -> None:
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     if args.measure:
         measure(args)
-    result, predictions, label_X2 = judge(args)
+    result = judge(args)
     print_result(result, wide_console(160))
-    if args.json:
-        write_result(args.json, provenance(torch.device(args.device)), result)
-        draw_figure(predictions, label_X2, args.json.with_suffix(".png"))
+    write_result(args.json, provenance(torch.device(args.device)), result)
 
 
 if __name__ == "__main__":

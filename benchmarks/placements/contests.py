@@ -6,10 +6,7 @@ Shapes: S tables, D devices, M limits.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
@@ -27,7 +24,6 @@ FILLED = 0.95
 BYTES_PER_MS = 12.5e9 / 1e3  # 100 Gbit/s Ethernet; only the overall cost depends on it
 EXACT_SECONDS = 60.0
 """Far more than the solver takes for up to 100 tables on 8 devices, so that its plan does not depend on the clock."""
-AnyContest = TypeVar("AnyContest")
 
 
 @dataclass(frozen=True)
@@ -41,21 +37,6 @@ class Contest:
     batch_size: int
     tight: bool
     collectives: CollectiveModel
-
-
-class Part:
-    """Every ``count``-th six tasks in a row (of all pools, with loose and with tight memory), from the ``index``-th
-    six on; written ``index/count``."""
-
-    def __init__(self, text: str) -> None:
-        index, _, count = text.partition("/")
-        if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-            raise argparse.ArgumentTypeError(f"a part is I/N with I below N, got {text!r}")
-        self.index, self.count = int(index), int(count)
-
-    def of(self, contests: Sequence[AnyContest]) -> Sequence[AnyContest]:
-        """The tasks of this part."""
-        return [contest for i, contest in enumerate(contests) if i // 6 % self.count == self.index]
 
 
 def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:

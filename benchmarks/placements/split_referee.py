@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Planners that may split tables, and one contest of them: all plan, and everything is measured together.
 
-A planner takes a task and returns a sharding, or nothing where it finds none. All but those that are called freer
-choose among TorchRec's own options of the task.
+A planner takes a task and returns a sharding, or nothing where it finds none. All but
+``dreamshard`` choose among TorchRec's own options of the task.
 
 What TorchRec runs as one fused kernel is measured as one: the whole tables of a rank, its column slices, and its
 data-parallel tables each have kernels of their own, and a rank costs the sum. Of data-parallel tables, the kernel is
@@ -43,8 +43,6 @@ SplitPlacer = Callable[[SplitTask], Sharding | None]
 
 WHOLE = ("dreamshard_whole", "torchrec_whole")
 """Placers that split nothing."""
-FREER = ("dreamshard", "dreamshard_shipped")
-"""Placers that merge slices, and so have more widths than TorchRec's planner."""
 
 
 class SplitField:
@@ -59,26 +57,23 @@ class SplitField:
     def __init__(self, field: Field, device: str = "cpu", seed: int = 0) -> None:
         self.field, self._device, self._seed = field, device, seed
         self.placers: dict[str, SplitPlacer] = {
-            "dreamshard": partial(self._dreamshard, None, None),
-            "dreamshard_shipped": partial(self._dreamshard, None, "auto"),
-            "dreamshard_whole": partial(self._dreamshard, (TW,), None),
+            "dreamshard": partial(self._dreamshard, None),
+            "dreamshard_whole": partial(self._dreamshard, (TW,)),
             "torchrec": partial(self._torchrec, None, True),
             "torchrec_default": partial(self._torchrec, None, False),
             "torchrec_whole": partial(self._torchrec, (TW,), True),
         }
 
-    def _dreamshard(
-        self, sharding_types: Sequence[str] | None, checkpoint: str | None, task: SplitTask
-    ) -> Sharding | None:
-        """The planner as a user calls it; with the field's checkpoint, unless another is given: what ships may have
-        been measured on other hardware."""
+    def _dreamshard(self, sharding_types: Sequence[str] | None, task: SplitTask) -> Sharding | None:
+        """The planner as a user calls it, with the field's checkpoint. It merges slices, and so has more widths than
+        TorchRec's planner."""
         planner = DreamShardPlanner(
             topology=task.topology,
             batch_size=task.local_batch_size,
             constraints=copy.deepcopy(task.constraints),
             statistics=task.statistics,
             storage_reservation=FixedPercentageStorageReservation(0.0),
-            checkpoint=checkpoint or self.field.learned,
+            checkpoint=self.field.learned,
             sharding_types=sharding_types or task.contest.sharding_types,
             seed=self._seed,
             debug=False,

@@ -19,7 +19,7 @@ from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import workloads_of
 from placements.placers import Field
 from placements.split_contests import HEAT, MAX_POOLING_FACTOR, SplitContest, SplitTask, draw_split_contests
-from placements.split_referee import FREER, MeasuredShardings, SplitField
+from placements.split_referee import MeasuredShardings, SplitField
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TYPES = ("table_wise", "column_wise")
@@ -45,7 +45,7 @@ def tasks() -> list[SplitTask]:
 
 def test_hot_tables_exceed_what_a_rank_should_carry() -> None:
     drawn = contests(12)
-    assert [contest.tables for contest in drawn] == [contest.tables for contest in contests(12)]
+    assert [contest.tables for contest in drawn[:2]] == [contest.tables for contest in contests(2)]
     kinds = {(contest.pool, contest.tight, bool(contest.hot)) for contest in drawn}
     assert len(kinds) == 12 and {contest.min_partition for contest in drawn} == {8, 16}
     for contest in (contest for contest in drawn if contest.hot):
@@ -81,7 +81,7 @@ def test_contract(name: str, tasks: list[SplitTask]) -> None:
             continue
         assert task.cost.problem.fits(sharding)
         assert task is not tasks[0] or sharding == SPLIT_FIELD.placers[name](task)
-        if name not in FREER:
+        if name != "dreamshard":
             allowed = task.allowed.problem.tables
             assert all(option < len(allowed[table]) for table, option in enumerate(sharding.options))
 
@@ -123,9 +123,7 @@ def test_data_parallel_counts_its_gradient() -> None:
     assert float(measured.rate(found).device_ms_BD[0, 0]) == pytest.approx(kernels_ms + added_ms, rel=1e-6)
 
 
-def test_referee_measures_and_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_referee_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     record = tmp_path / "record.jsonl"
     command = [
         str(BENCHMARKS / "compare_placements.py"), "--record", str(record), "--batch-size", "256",
@@ -133,10 +131,8 @@ def test_referee_measures_and_continues(
         "--processor-time",
     ]  # fmt: skip
     monkeypatch.setattr(compare_placements, "Field", lambda checkpoint, device: FIELD)  # fitted already
-    for tasks in ("1", "2"):  # in processes of their own: test_placers.py
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", [*command, "--tasks", tasks])
-        compare_placements.main()
+    monkeypatch.setattr(sys, "argv", [*command, "--tasks", "2"])  # continued, in processes of its own: test_placers.py
+    compare_placements.main()
     head, first, second = (json.loads(line) for line in record.read_text().splitlines())
     assert head["settings"]["sharding_types"] == ",".join(TYPES)
     assert (first["task"], second["task"]) == ("1.0", "1.1") and not first["hot"] and second["hot"]
