@@ -122,7 +122,7 @@ def test_statistics_refuse_what_cannot_be(tmp_path) -> None:
         TableStatistics({"user_ids": FeatureStatistics(1.0)}).unused(["user_id", "item"])
     path = tmp_path / "statistics.json"
     statistics = TableStatistics(
-        {"a": FeatureStatistics(torch.tensor(1 / 3).double(), ONES, 7, 2.1), "b": FeatureStatistics(0.0)}
+        {"a": FeatureStatistics(torch.tensor(1 / 3, dtype=torch.float64), ONES, 7, 2.1), "b": FeatureStatistics(0.0)}
     )
     statistics.to_json(path)
     assert dict(TableStatistics.from_json(path)) == dict(statistics)
