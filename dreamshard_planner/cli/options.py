@@ -208,7 +208,7 @@ TABLES = typer.Option(
 )
 RANKS = COUNT("--gpus", "--ranks", help="Ranks of each node.")
 BATCH_SIZE = COUNT(help="Samples in the batch of one rank.")
-BESIDE_PLAN = ("statistics", "checkpoint", "cost_source", "seed", "effort", "search_seconds")
+BESIDE_PLAN = ("checkpoint", "cost_source", "seed", "effort", "search_seconds")
 """Options that may be given beside a plan, which says all else."""
 
 
@@ -318,25 +318,6 @@ class PlanningOptions:
 
         return ShardingGroups(size=self.sharding_group, sync_interval=self.sync_interval)
 
-    def given(self) -> set[str]:
-        """Names of options that are not at their default."""
-        return {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default}
-
-    def given_beside(self, plan: str | Path) -> dict[str, Any]:
-        """What options add to a plan that says what to plan, by name."""
-        given = self.given() - {"plan"}
-        if twice := sorted(given.difference(BESIDE_PLAN)):
-            raise typer.BadParameter(f"{plan} says what to plan: leave out {', '.join(map(flag, twice))}")
-        return {name: getattr(self, name) for name in given - {"statistics"}}
-
-    def job_of(self, saved: SavedPlan, statistics: TableStatistics | None) -> Job:
-        """The job that a plan was made for, with checkpoint, costs and search as options say."""
-        from dreamshard_planner.offline.from_plan import job_of
-
-        own = self.given_beside(saved.name)
-        job = job_of(saved, statistics)
-        return _doubted(replace(job, settings={**job.settings, **own}))
-
     def statistics_read(self) -> TableStatistics | None:
         """Those of the file that was given."""
         if self.statistics is None:
@@ -402,8 +383,17 @@ class PlanOrJobOptions(PlanningOptions):
         """The plan's, with statistics, checkpoint, costs and search as options say."""
         if self.plan is None:
             return super().job()
-        self.given_beside(self.plan)
-        return self.job_of(load_plan(self.plan), self.statistics_read())
+        from dreamshard_planner.offline.from_plan import job_of
+
+        given = {
+            entry.name: value
+            for entry in fields(self)
+            if (value := getattr(self, entry.name)) != entry.default and entry.name not in ("plan", "statistics")
+        }
+        if twice := sorted(given.keys() - set(BESIDE_PLAN)):
+            raise typer.BadParameter(f"{self.plan} says what to plan: leave out {', '.join(map(flag, twice))}")
+        job = job_of(load_plan(self.plan), self.statistics_read())
+        return _doubted(replace(job, settings={**job.settings, **given}))
 
 
 def load_plan(path: Path) -> SavedPlan:

@@ -55,21 +55,14 @@ def plan(
 def explain(
     options: PlanOrJobOptions,
     rank: Annotated[int | None, typer.Option(min=0, help="Default: the slowest.")] = None,
-    given: Annotated[Path | None, typer.Option("--plan", help="To explain: of the same tables and ranks.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
     """Why a rank is slow: its fused kernels and costliest tables, and what moving or splitting them gains."""
-    path = given or options.plan
-    job, saved = options.job(), None if path is None else load_plan(path)
+    job, saved = options.job(), None if options.plan is None else load_plan(options.plan)
     with working(_planning(job)):
-        planner = job.plan().planner if saved is None else job.read()
-        found = planner.explain(rank, saved)  # refuses a plan of other tables, whose statistics are no matter then
+        found = (job.plan().planner if saved is None else job.read()).explain(rank, saved)
     if saved is not None:
         tell_other_statistics(saved, job.model.statistics, options.statistics)
-        from dreamshard_planner.offline.from_plan import other_inputs
-
-        for difference in other_inputs(saved, planner.saved_plan(saved).inputs):
-            typer.echo(f"note: {saved.name} was made from other inputs: {difference}", err=True)
     show(found.to_dict(), format, str(found))
 
 

@@ -22,7 +22,7 @@ from dreamshard_planner.planning.plan_inputs import topology_arguments
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.replan import OnRequest, Replan
-from dreamshard_planner.plans.stale import differences, stale_differences
+from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.files import brief
@@ -37,8 +37,6 @@ PLANNERS = (
     "sharding_types", "exact_training", "optimizers_attached", "seed", "effort", "cost_source", "least_gain"
 )  # fmt: skip
 """Settings that are the planner's arguments of the same name."""
-TOLD = ("cost_source", "checkpoint")
-"""Settings that move figures; the others are of the search alone."""
 
 
 def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
@@ -100,15 +98,6 @@ def not_held(saved: SavedPlan, known: Collection[str]) -> list[str]:
         return []
     read = {name for table in saved.inputs.tables.values() for name in table.features}
     return sorted(read - saved.inputs.features.keys() - set(known))
-
-
-def other_inputs(saved: SavedPlan, now: PlanInputs) -> list[str]:
-    """What a plan was made from and is not so now, in words, without statistics and settings of the search."""
-    one, other = (
-        replace(inputs, statistics=None, settings={name: inputs.settings.get(name) for name in TOLD})
-        for inputs in (saved.inputs, now)
-    )
-    return differences(one, other)
 
 
 def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_tables: bool) -> Replan:
