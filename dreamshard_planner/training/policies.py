@@ -183,7 +183,8 @@ def _is_replicated(read: ReadProblem) -> list[bool]:
 def validate_policy(checkpoint: Checkpoint, tables: Sequence[Table], config: TrainingConfig) -> dict[str, Any]:
     """Return the predicted cost of greedy roll-outs over that of each heuristic, on tasks of held-out tables.
 
-    All place whole tables alone. Geometric means over the tasks that both place; infeasible tasks are counted.
+    All leave tables whole that find room so; the policy splits others, and heuristics place its parts. Geometric means
+    over the tasks that both place; infeasible tasks are counted.
     """
     tasks = drawn_tasks(checkpoint, tables, config.validation_tasks, config, config.seed + 7)
     infeasible = dict.fromkeys(("policy", *HEURISTICS), 0)
