@@ -13,7 +13,7 @@ import torch
 from common.whole_tables import Task, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.problem import Problem
-from dreamshard_planner.search.exact import solve
+from dreamshard_planner.search.packing import pack
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import Table, workloads_of
@@ -22,8 +22,8 @@ POOLS = ("meta_like_2021", "merlin_medium", "mlperf_dlrm_dcnv2")
 FILLED = 0.95
 """Share of all memory that is taken in a tight task."""
 BYTES_PER_MS = 12.5e9 / 1e3  # 100 Gbit/s Ethernet; only the overall cost depends on it
-EXACT_SECONDS = 60.0
-"""Far more than the solver takes for up to 100 tables on 8 devices, so that its plan does not depend on the clock."""
+MORE = 1.01
+"""Factor by which the memory of a task grows until its tables pack."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:
 def least_capacity_bytes(problem: Problem) -> float:
     """Of a device so that the tables fill 95 % of all memory, or more where whole tables do not pack that well."""
     sizes_S = problem.needs_PM[:, 0].double()
-    roomy = replace(problem, limits_DM=torch.full_like(problem.limits_DM, int(sizes_S.sum())))
-    packed = solve(roomy, EXACT_SECONDS, sizes_S)  # its "milliseconds" are bytes here
-    return max(packed.cost_ms * 1.001, float(sizes_S.sum()) / problem.num_ranks / FILLED)
+    capacity = float(sizes_S.sum()) / problem.num_ranks / FILLED
+    while pack(replace(problem, limits_DM=torch.full_like(problem.limits_DM, int(capacity))))[0] is None:
+        capacity *= MORE
+    return capacity

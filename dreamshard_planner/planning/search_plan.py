@@ -20,10 +20,10 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.policy.network import Policy, policy_starts
 from dreamshard_planner.problem.read_problem import ReadProblem
-from dreamshard_planner.search.effort import Deadline, SearchConfig
-from dreamshard_planner.search.exact import pack
+from dreamshard_planner.search.effort import NO_DEADLINE, Deadline, SearchConfig
 from dreamshard_planner.search.heuristics import heuristic_placements
 from dreamshard_planner.search.laying import lay_wide
+from dreamshard_planner.search.packing import pack
 from dreamshard_planner.search.search import SearchResult, search
 from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.options import is_torchrecs, ranks_of, same_options, set_ranks
@@ -39,13 +39,13 @@ WHOLE = "whole_tables"
 
 
 @dataclass(frozen=True)
-class HowToSearch:
-    """Settings of one search."""
+class SearchSettings:
+    """What bounds and seeds the searches for one plan."""
 
     config: SearchConfig
     seed: int = 0
-    seconds: float | None = None
-    """Cap on the search, on top of its count of candidates; None for none."""
+    deadline: Deadline = NO_DEADLINE
+    """Of all of them, on top of their counts of candidates."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def place_proposal(
     context: PlanningContext,
     proposal: list[ShardingOption],
     topology: Topology,
-    how: HowToSearch,
+    how: SearchSettings,
     packs: bool = True,
     quickly: bool = False,
 ) -> PlacedProposal:
@@ -109,12 +109,12 @@ def place_proposal(
     rolled_out = None if quickly else partial(_rolled_out, context.checkpoint.policy, how.config.effort, plans)
     starts = [plan for plan in plans.values() if plan is not None]
     config = QUICK if quickly else how.config
-    result = search(cost, starts, config, how.seed, None if quickly else how.seconds, rolled_out)
+    result = search(cost, starts, config, how.seed, None if quickly else how.deadline.left(), rolled_out)
     if result is None:
-        packed_S, proven = pack(chosen.cost.problem, how.config.effort if packs else 0.0, how.seconds)
+        packed_S, proven = pack(chosen.cost.problem, how.config.effort if packs else 0.0, how.deadline.left())
         if packed_S is None:
             raise infeasible(chosen.cost.problem, proven, context.splitting_left_out)
-        result = search(cost, [chosen.placed(packed_S)], config, how.seed, how.seconds)
+        result = search(cost, [chosen.placed(packed_S)], config, how.seed, how.deadline.left())
         assert result is not None  # there is a start
     return PlacedProposal(read, cost, result.sharding, _rated(cost, plans), result)
 
@@ -165,7 +165,7 @@ def search_plan(
     context: PlanningContext,
     options: Sequence[ShardingOption],
     topology: Topology,
-    how: HowToSearch,
+    how: SearchSettings,
     known: SearchedPlan | None = None,
 ) -> SearchedPlan:
     """Search all options.
@@ -177,21 +177,22 @@ def search_plan(
         how: settings.
         known: the outcome of a search of fewer options, which this one starts from alone.
     """
-    deadline = Deadline(how.seconds)
+    alone: SearchResult | None = None  # of whole tables, where these are all options
     with single_thread():
         if known is None:
-            third = None if how.seconds is None else how.seconds / 3
-            plans, whole = _whole_tables(context, options, topology, replace(how, seconds=third))
+            plans, whole = _whole_tables(context, options, topology, how)
+            if whole is not None and all(option.sharding_type == TW for option in options):
+                options, alone = fastest_whole(options), whole.result  # slower kernels are for what does not fit
             rivals = () if whole is None else whole.rivals
             theirs = None
-            if how.seconds != 0.0:
+            if how.deadline.left() != 0.0:
                 offered = [option for option in options if is_torchrecs(option)]
                 theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec, how.config.effort)
             if theirs is not None:
                 plans[BASELINE] = theirs.options
         else:
             plans = {} if known.result is None else {"known": copy.deepcopy(known.proposal)}
-            rivals, theirs, whole = known.rivals, known.torchrec, None
+            rivals, theirs = known.rivals, known.torchrec
         pinned = pinned_options(options, topology, plans.get(BASELINE, plans.get("known")))
         read = context.read(pinned, topology)
         cost = context.cost(read)
@@ -201,12 +202,12 @@ def search_plan(
         if known is None:
             rivals = (*rivals, *_rated(cost, {name: fitting.get(name) for name in starts}))
         rolled_out = partial(_rolled_out, context.checkpoint.policy, how.config.effort, {})
-        further = rolled_out if known is None and how.seconds != 0.0 else None
-        if whole is not None and _is_best(WHOLE, fitting, cost) and all(o.sharding_type == TW for o in pinned):
-            result = whole.result  # slower kernels are for tables that do not fit
-            result = None if result is None else replace(result, sharding=fitting[WHOLE])
+        further = rolled_out if known is None else None
+        result: SearchResult | None
+        if alone is not None and _is_best(WHOLE, fitting, cost):
+            result = replace(alone, sharding=fitting[WHOLE])
         else:
-            result = search(cost, fitting.values(), how.config, how.seed, deadline.left(), further)
+            result = search(cost, fitting.values(), how.config, how.seed, how.deadline.left(), further)
         for option in pinned:
             set_ranks(option, None)
         if result is None:
@@ -218,7 +219,7 @@ def with_cache_sizes(
     context: PlanningContext,
     options: Sequence[ShardingOption],
     topology: Topology,
-    how: HowToSearch,
+    how: SearchSettings,
     found: SearchedPlan,
 ) -> SearchedPlan:
     """Search once more with caches of other sizes, if some table lies in host memory or nothing fits; never dearer.
@@ -237,17 +238,6 @@ def with_cache_sizes(
     return found if proposal is found.proposal else replace(found, proposal=proposal)
 
 
-def as_found(
-    context: PlanningContext, options: Sequence[ShardingOption], topology: Topology, plan: list[ShardingOption] | None
-) -> SearchedPlan:
-    """A plan with ranks, of these options, as a search without rivals would have found it; None: nothing fits."""
-    if plan is None:
-        return SearchedPlan([], (), None, None)
-    read = context.read(options, topology)
-    sharding = read.sharding(plan)
-    return SearchedPlan(plan, (), SearchResult(sharding, context.cost(read).overall_ms(sharding), 0, 0, False), None)
-
-
 def fastest_whole(options: Sequence[ShardingOption]) -> list[ShardingOption]:
     """Every table whole where it may be, by its fastest kernel; else its fastest option."""
     best: dict[str, tuple[tuple[bool, float], ShardingOption]] = {}
@@ -259,13 +249,14 @@ def fastest_whole(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
 
 def _whole_tables(
-    context: PlanningContext, options: Sequence[ShardingOption], topology: Topology, how: HowToSearch
+    context: PlanningContext, options: Sequence[ShardingOption], topology: Topology, how: SearchSettings
 ) -> tuple[dict[str, list[ShardingOption]], PlacedProposal | None]:
     """Return our plan of whole tables, by name, and how it was placed; nothing where whole tables do not fit, since
     others may."""
-    whole = copy.deepcopy(fastest_whole(options))
+    whole, left = copy.deepcopy(fastest_whole(options)), how.deadline.left()
+    third = replace(how, deadline=Deadline(None if left is None else left / 3))
     try:
-        placed = place_proposal(context, whole, topology, how, packs=False)
+        placed = place_proposal(context, whole, topology, third, packs=False)
     except PlannerError:
         return {}, None
     plan = placed.read.assign(placed.sharding)

@@ -76,6 +76,9 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
+NO_DEADLINE = Deadline(None)
+
+
 class Budget:
     """Candidates that a search may try, within a deadline."""
 

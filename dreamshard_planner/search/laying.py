@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Option, Problem, Sharding, counted_up, has_room
-from dreamshard_planner.search.exact import best_fit, largest_first
 from dreamshard_planner.search.heuristics import greedy_by_score
+from dreamshard_planner.search.packing import best_fit, largest_first
 
 
 def best_position(

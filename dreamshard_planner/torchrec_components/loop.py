@@ -21,7 +21,7 @@ from torchrec.distributed.planner.types import (
 from dreamshard_planner.planning.baseline import BaselineFallback
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.result import PlanResult, SearchRecord
-from dreamshard_planner.planning.search_plan import HowToSearch, PlacedProposal, SearchedPlan
+from dreamshard_planner.planning.search_plan import PlacedProposal, SearchedPlan, SearchSettings
 from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search.effort import Deadline
@@ -74,10 +74,11 @@ class SearchLoop:
         self.perf_model = given.perf_model or DreamShardPerfModel(context.topology, context=context)
         self._proposer: SearchProposer | None = None
         if given.proposers is None:
-            how = HowToSearch(settings.search, settings.seed, seconds)
+            deadline = Deadline(seconds)
+            how = SearchSettings(settings.search, settings.seed, deadline)
             self._proposer = SearchProposer(context, model.left, how)
             # Ours proposes what costs least by our costs; a model that is given may want something else.
-            others = [] if given.perf_model is None else few_proposals(Deadline(seconds), settings.candidates)
+            others = [] if given.perf_model is None else few_proposals(deadline, settings.candidates)
             self.proposers = [self._proposer, *others]
         else:
             self.proposers = given.proposers

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torchrec.distributed.planner.types import ParameterConstraints, Partitioner, ShardingOption, Topology
@@ -12,12 +13,12 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.search_plan import (
-    HowToSearch,
     PlacedProposal,
+    SearchSettings,
     place_proposal,
     wide_units_laid_down,
 )
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline, SearchConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.towers import pin
@@ -57,7 +58,8 @@ class DreamShardPartitioner(Partitioner):
         quickly: bool = False,
     ) -> None:
         self._arguments = (constraints, statistics, checkpoint)
-        self._how = HowToSearch(search, checked_seed(seed), search_seconds)
+        self._how = SearchSettings(search, checked_seed(seed))
+        self._seconds = search_seconds
         self._context = context
         self.quickly = quickly
         self.placed: list[PlacedProposal] = []
@@ -71,7 +73,8 @@ class DreamShardPartitioner(Partitioner):
         """
         context = self._context or PlanningContext.of(storage_constraint, *self._arguments)
         with single_thread():
-            placed = place_proposal(context, proposal, storage_constraint, self._how, quickly=self.quickly)
+            how = replace(self._how, deadline=Deadline(self._seconds))
+            placed = place_proposal(context, proposal, storage_constraint, how, quickly=self.quickly)
         placed.read.assign(placed.sharding)
         self.placed.append(placed)
         return proposal

@@ -10,7 +10,7 @@ from torchrec.distributed.planner.proposers import GreedyProposer, UniformPropos
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
 
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.search_plan import HowToSearch, SearchedPlan, search_plan, with_cache_sizes
+from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, search_plan, with_cache_sizes
 from dreamshard_planner.search.effort import Deadline, portion
 
 TABLES_PLACED = 1000
@@ -32,7 +32,7 @@ class SearchProposer(Proposer):
         found: the outcome of the last search; None where there was none.
     """
 
-    def __init__(self, context: PlanningContext, topology: Topology, how: HowToSearch) -> None:
+    def __init__(self, context: PlanningContext, topology: Topology, how: SearchSettings) -> None:
         self._context, self._topology, self._how = context, topology, how
         self._pending: list[ShardingOption] | None = None
         self._options: list[ShardingOption] = []
@@ -60,12 +60,12 @@ class SearchProposer(Proposer):
 
     def _searched(self) -> list[ShardingOption]:
         """Without options whose cost is a guess, and among all only where nothing fits otherwise."""
-        options, how = self._context.certain_options(self._options), self._how
-        self.found = search_plan(self._context, options, self._topology, how)
+        options = self._context.certain_options(self._options)
+        self.found = search_plan(self._context, options, self._topology, self._how)
         if self.found.result is None and len(options) < len(self._options):
             options = self._options
-            self.found = search_plan(self._context, options, self._topology, how)
-        self.found = with_cache_sizes(self._context, options, self._topology, how, self.found)
+            self.found = search_plan(self._context, options, self._topology, self._how)
+        self.found = with_cache_sizes(self._context, options, self._topology, self._how, self.found)
         return self.found.proposal
 
 

@@ -23,7 +23,7 @@ from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.policy import network
 from dreamshard_planner.policy.network import policy_starts
-from dreamshard_planner.search import exact
+from dreamshard_planner.search import packing
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, Deadline, portion
 from dreamshard_planner.search.few_moves import _Walk
 from dreamshard_planner.search.starts import JointOptions, group_moves, level_starts
@@ -64,16 +64,16 @@ def test_the_clock_decides_no_plan(effort: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_packing_is_limited_by_a_count_and_by_seconds_for_users_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, milp = [], exact.milp
-    monkeypatch.setattr(exact, "milp", lambda *a, **k: (asked.append(dict(k["options"])), milp(*a, **k))[1])
+    asked, milp = [], packing.milp
+    monkeypatch.setattr(packing, "milp", lambda *a, **k: (asked.append(dict(k["options"])), milp(*a, **k))[1])
     hard = storage_problem([7, 6, 5, 5, 4, 3], [15, 15])
     for arguments in ({}, {"effort": QUICK}, {"effort": THOROUGH}, {"seconds": 60.0}, {"seconds": 0.1}):
-        found, _ = exact.pack(hard, **arguments)
+        found, _ = packing.pack(hard, **arguments)
         assert found is not None and hard.fits(found[None]).all()
     nodes = [options["node_limit"] for options in asked]
     assert nodes[1] < nodes[0] < nodes[2] and nodes[3] == nodes[4] == nodes[0]
-    assert [options.get("time_limit") for options in asked] == [None, None, None, 60.0, exact.CAPPED_SECONDS]
-    assert exact.pack(hard, 0.0) == (None, False)
+    assert [options.get("time_limit") for options in asked] == [None, None, None, 60.0, packing.CAPPED_SECONDS]
+    assert packing.pack(hard, 0.0) == (None, False)
 
 
 def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:

@@ -39,7 +39,7 @@ from dreamshard_planner.search.few_moves import _Walk
 from dreamshard_planner.search_space.modules import without_weights
 
 POOLING = (900.0, 600.0, 400.0, 200.0, 90.0, 60.0, 40.0, 10.0)
-ROOMY = {"cost_source": "roofline"}
+ROOMY = {"cost_source": "roofline", "effort": "quick"}
 
 
 def model(
@@ -201,7 +201,7 @@ def test_a_plan_of_a_curve_is_made_when_it_is_asked_for_and_once() -> None:
 def test_few_moves_find_what_trying_all_finds() -> None:
     """Whole tables on two ranks, every set of them that may trade places."""
     module = model("abcdef")
-    arguments = {"sharding_types": ["table_wise"], "module": module}
+    arguments = {"sharding_types": ["table_wise"], "module": module, "effort": "default"}
     saved, after = planned(**arguments).saved_plan(), planned("fedcba", **arguments)
     found = after.replan(saved, steps=10**9)
     tables, names = saved.sharding["sparse"], sorted(saved.sharding["sparse"])
