@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dreamshard_planner.planning.explanation import Explanation as Explanation
     from dreamshard_planner.plans.comparison import Comparison as Comparison
     from dreamshard_planner.plans.comparison import compare as compare
+    from dreamshard_planner.plans.page import save_html as save_html
     from dreamshard_planner.plans.plan_file import SavedPlan as SavedPlan
     from dreamshard_planner.plans.replan import Replan as Replan
     from dreamshard_planner.plans.report import Report as Report
@@ -76,6 +77,7 @@ _HOMES = {
     "load_across_plans": "across_plans.loading",
     "observe": "observing.observer",
     "save_across_plans": "across_plans.saving",
+    "save_html": "plans.page",
 }
 """Module of every public name; what a type checker reads of them stands above."""
 
