@@ -16,12 +16,18 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.search.effort import SearchConfig
+from dreamshard_planner.search.search import search
 from dreamshard_planner.search_space.enumeration import sharding_only
 from dreamshard_planner.search_space.kernels import memory_of
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs
+from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs, same_option
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
+FIGURE_EFFORT = 0.1
+"""Share of a plan's candidates that the search for a figure may try."""
+NOTHING = 1e-3
+"""Share of a cost below which a gain is not told."""
 MAX_SHARDS = 4_000
 """Tables times ranks up to which reports have TorchRec's plan over all options, which takes seconds beyond."""
 
@@ -60,35 +66,57 @@ class WiderSpace:
         sharders = [sharding_only(tables, sharder) for sharder in self.sharders]
         return self.context.enumerator(self.batch_size).enumerate(self.module, sharders)
 
-    def opened_in_words(self, names: Collection[str] | None = None) -> str:
-        """Return the types that only this space has, and of how many tables; of those named, or of all."""
-        types = chain.from_iterable(kinds for name, kinds in self.opened.items() if names is None or name in names)
-        return ", ".join(f"{kind} for {count} table(s)" for kind, count in sorted(Counter(types).items()))
+    def opened_in_words(self) -> str:
+        """Return the types that only this space has, and of how many tables."""
+        types = Counter(chain.from_iterable(self.opened.values()))
+        return ", ".join(f"{kind} for {count} table(s)" for kind, count in sorted(types.items()))
 
 
-def forced_out_note(space: WiderSpace, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Return a note on tables outside device memory that exact training may keep there; none without such tables.
+@neutral()
+@torch.no_grad()
+def forced_out_note(
+    space: WiderSpace, plan: Sequence[ShardingOption], config: SearchConfig, seed: int, seconds: float | None
+) -> tuple[Note, ...]:
+    """Return a note on tables that only exact training keeps out of device memory; none without such tables.
+
+    A short search, from the plan on, lets the tables outside take the options that exact training excludes.
 
     Args:
         space: the options without exact training.
         plan: the exact plan, with ranks.
+        config: of the search for the plan.
+        seed: of the search.
+        seconds: cap on the search; None for none.
     """
-    if space.context.topology.compute_device == "cpu":
+    outside = {fqn_of(option) for option in plan if memory_of(option.compute_kernel) != "device"}
+    named = {option.name for option in plan if fqn_of(option) in outside and option.name in space.opened}
+    if space.context.topology.compute_device == "cpu" or not named:
         return ()
-    constraints: Mapping[str, ParameterConstraints] = space.context.constraints or {}
-    outside = set()
-    for option in plan:
-        kernels = constraints[option.name].compute_kernels if option.name in constraints else None
-        may_be_inside = not kernels or any(memory_of(kernel) == "device" for kernel in kernels)
-        if option.name in space.opened and may_be_inside and memory_of(option.compute_kernel) != "device":
-            outside.add(option.name)
-    if not outside:
+    context = space.context
+    with single_thread():
+        options = [option for option in context.usable_options(space.enumerated(named)) if fqn_of(option) in outside]
+        offered = by_table(options)
+        options += [one for one in plan if not any(same_option(one, other) for other in offered.get(fqn_of(one), ()))]
+        read = context.read(options, space.topology)
+        cost, start = context.cost(read), read.sharding(plan)
+        found = search(cost, [start], config.times(FIGURE_EFFORT), seed, seconds)
+        exact_ms = cost.overall_ms(start)
+    if found is None or not found.overall_ms < exact_ms * (1 - NOTHING):
         return ()
+    inside = [
+        choices[index].sharding_type
+        for name, choices, index in zip(read.problem.names, read.problem.tables, found.sharding.options, strict=True)
+        if name in outside and memory_of(choices[index].kernel) == "device"
+    ]
+    if not inside:
+        return ()
+    lost_ms = exact_ms - found.overall_ms
+    kinds = ", ".join(f"{kind} for {count} table(s)" for kind, count in Counter(inside).most_common())
     text = (
-        f"Exact training may keep {len(outside)} table(s) out of device memory: it leaves out "
-        f"{space.opened_in_words(outside)}, by which they may fit (exact_training=False allows it)"
+        f"Exact training keeps {len(inside)} table(s) out of device memory, which is predicted to cost {lost_ms:.3f} "
+        f"of {exact_ms:.3f} ms. With exact_training=False they would fit: {kinds}"
     )
-    return (Note("forced_out", text, {"tables": len(outside)}),)
+    return (Note("forced_out", text, {"tables": len(inside), "lost_ms": lost_ms}),)
 
 
 def left_out_note(

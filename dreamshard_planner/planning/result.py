@@ -140,8 +140,11 @@ def _exact_training(model: ModelProblem, plan: Sequence[ShardingOption]) -> tupl
     if space is None:
         return ()
     searched = model.context.searched_options(model.search_space)
-    effort = model.settings.candidates
-    return (*forced_out_note(space, plan), left_out_note(space, model.attached, searched, plan, effort))
+    settings = model.settings
+    return (
+        *forced_out_note(space, plan, settings.search, settings.seed, settings.seconds),
+        left_out_note(space, model.attached, searched, plan, settings.candidates),
+    )
 
 
 def _of_loaded(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:

@@ -41,11 +41,12 @@ def test_tables_that_exact_training_keeps_out_of_device_memory_come_first() -> N
     assert [entry.kernel for entry in report.tables if entry.kernel != "fused"]
     first, second = str(report).splitlines()[:2]
     (note,) = [note for note in report.notes if note.code == "forced_out"]
-    assert str(note).startswith(
-        "Exact training may keep 1 table(s) out of device memory: it leaves out column_wise for"
-    )
     assert first == f"{note}." and second.startswith("Bottleneck")
-    assert all(entry.kernel == "fused" for entry in report_on(110, exact_training=False).tables)
+    free = report_on(110, exact_training=False)
+    assert all(entry.kernel == "fused" for entry in free.tables)
+    assert 0 < note.figures["lost_ms"] <= report.chosen.total_ms - free.chosen.total_ms + 1e-3
+    lost = f"{note.figures['lost_ms']:.3f} of {report.chosen.total_ms:.3f} ms"
+    assert first.startswith(f"Exact training keeps 1 table(s) out of device memory, which is predicted to cost {lost}")
 
 
 @pytest.mark.parametrize("arguments", [{"memory_mb": 200}, {"memory_mb": 110, "exact_training": False}])
