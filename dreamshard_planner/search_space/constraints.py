@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
@@ -81,6 +82,7 @@ class AllowedTypes:
         constraint: ParameterConstraints,
         varied_batches: bool = False,
         weighted_batches: bool = False,
+        alike_outputs: bool = False,
     ) -> dict[str, str]:
         """The sharding types that a table may not take by the compute kernels of its constraint, and why.
 
@@ -89,6 +91,7 @@ class AllowedTypes:
             constraint: its own.
             varied_batches: whether statistics know that batches of its module's features differ in size.
             weighted_batches: whether statistics know that these carry weights of lookups.
+            alike_outputs: whether its module has tables of one output type for all ranks (:func:`_alike_outputs`).
         """
         supported = table.sharder.sharding_types(self.compute_device)
         named = constraint.sharding_types or None
@@ -124,7 +127,7 @@ class AllowedTypes:
                 return "TorchRec wants it named"
             if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
                 return "TorchRec wants it named for feature processors"
-            if uneven and SHARDING_TYPES[kind].span != "world":
+            if uneven and SHARDING_TYPES[kind].span != "world" and not (alike_outputs and kind == "table_wise"):
                 return UNEVEN_OUTPUTS
             return None
 
@@ -254,6 +257,7 @@ def planning_constraints(
     """
     tables = shardable_tables(module, sharders)
     varied, weighted = _unusual_batches(tables, statistics or {})
+    uniform = _alike_outputs(tables, constraints or {}, allowed.ranks)
     expanded = PlanningConstraints(constraints or {})
     by_name: dict[str, list[ShardableTable]] = {}
     for table in tables:
@@ -267,7 +271,10 @@ def planning_constraints(
             kernels = _usable_kernels(table, constraint, allowed.compute_device, allowed.has_ssd)
         constraint.compute_kernels = kernels
         left_out = {
-            one.fqn: allowed.left_out(one, constraint, one.path in varied, one.path in weighted) for one in namesakes
+            one.fqn: allowed.left_out(
+                one, constraint, one.path in varied, one.path in weighted, alike_outputs=one.path in uniform
+            )
+            for one in namesakes
         }
         expanded.left_out |= left_out
         constraint.sharding_types = _usable_types(left_out, constraint.sharding_types)
@@ -314,6 +321,19 @@ def _unusual_batches(
     varied = frozenset(path for path, features in known.items() if in_smaller_batches(features))
     weighted = (path for path, features in known.items() if any(one.weighted for one in features.values()))
     return varied, frozenset(weighted)
+
+
+def _alike_outputs(
+    tables: Iterable[ShardableTable], constraints: Mapping[str, ParameterConstraints], ranks: int
+) -> frozenset[str]:
+    """Return the paths of modules whose tables have one output type and are at least twice as many as the ranks, so
+    that whole tables leave no rank without one; a plan that does so is refused."""
+    outputs: dict[str, list[Any]] = {}
+    for table in tables:
+        given = constraints.get(table.name)
+        params = table.owner.fused_params(None if given is None else given.output_dtype)
+        outputs.setdefault(table.path, []).append(params.get("output_dtype"))
+    return frozenset(path for path, found in outputs.items() if len(found) >= 2 * ranks and len({*found}) == 1)
 
 
 def _keep_means_apart(tables: Sequence[ShardableTable], constraints: PlanningConstraints) -> None:

@@ -133,3 +133,12 @@ def test_types_are_left_out_whose_outputs_ranks_could_not_exchange() -> None:
 def test_a_refusal_says_why_a_table_has_no_type_left() -> None:
     with pytest.raises(PlannerError, match="ranks without such a table would send float32"):
         planner(topology=topology(2)).plan(collection(LARGE), HALVES)
+
+
+def test_many_tables_of_one_output_type_may_stay_whole() -> None:
+    made = planner(topology=topology(2, device="cuda"))
+    made.plan(collection(*(table(f"t{i}", 100_000 * (i + 1), 64) for i in range(8))), HALVES)
+    assert {option.sharding_type for option in made.options} == {"table_wise"}
+    few = planner(topology=topology(8, device="cuda"))
+    few.plan(collection(*(table(f"t{i}", 100_000 * (i + 1), 64) for i in range(8))), HALVES)
+    assert {option.sharding_type for option in few.options} == {"row_wise"}
