@@ -318,7 +318,7 @@ def verdict(
     compute_ms = chosen.rank_ms[rank]
     table = _heaviest(tables, rank)
     if len(chosen.rank_ms) > 1 and table is not None:
-        alone_ms = table.on_rank_ms(rank)
+        alone_ms = min(table.on_rank_ms(rank), compute_ms)  # slices that are fused cost less than each alone
         if alone_ms > ONE_TABLE * compute_ms and alone_ms > mean_ms * (1 + LEVEL):
             return (
                 f"Bottleneck: table {table.name!r} ({table.label}), {alone_ms:.3f} of the {compute_ms:.3f} ms that "
