@@ -48,6 +48,8 @@ def plan_inputs(
         reservation: of memory.
     """
     tables, checkpoint = {fqn_of(option): option for option in search_space}, ranks.checkpoint
+    names = {option.name for option in search_space}
+    given = {name: one for name, one in (settings.constraints or {}).items() if name in names}
     groups = None
     if settings.sharding_groups is not None and ranks.all_ranks is not None and ranks.groups > 1:
         host_ranks = min(ranks.all_ranks.local_world_size, ranks.all_ranks.world_size)
@@ -56,7 +58,7 @@ def plan_inputs(
         batch_size=settings.batch_size,
         topology=topology_inputs(ranks.topology, ranks.all_ranks, groups),
         tables={fqn: reader.declared(tables[fqn]) for fqn in sorted(tables)},
-        constraints={name: _changed(one) for name, one in sorted((settings.constraints or {}).items())},
+        constraints={name: _changed(given[name]) for name in sorted(given)},
         placement_rules={} if settings.placement_rules is None else settings.placement_rules.to_dict(),
         statistics=None if settings.statistics is None else digest(settings.statistics),
         settings={

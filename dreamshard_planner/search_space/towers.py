@@ -45,7 +45,8 @@ def pinned_options(
     Args:
         options: of all tables.
         topology: what the storage reservation leaves.
-        given: a plan that fits, whose dependent tables stay as they are; None to pin each table's option of least perf.
+        given: a plan that fits, whose dependent tables stay as they are; None to pin each table's option of least perf
+            or, if no host has room for these, of least memory.
 
     Raises:
         PlannerError: no host has room for some dependent tables.
@@ -56,7 +57,11 @@ def pinned_options(
     free = [option for option in options if not option.dependency]
     if given is None:
         pinned = [min(choices, key=lambda option: option.total_perf) for choices in dependent.values()]
-        pin(pinned, topology)
+        try:
+            pin(pinned, topology)
+        except PlannerError:
+            pinned = [min(choices, key=_bytes) for choices in dependent.values()]
+            pin(pinned, topology)
         return [*free, *pinned]
     pinned = []
     for option in given:
