@@ -38,7 +38,7 @@ from common.output import append, opened, quiet, table_of
 from common.tasks import RANKS_PER_HOST, FullTask, random_tables, tasks
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.kernels import sharding_in_words
 from dreamshard_planner.torchrec_components.estimates import DreamShardPerfModel
@@ -184,7 +184,7 @@ class Contest:
         made = self.planners[name]()
         seconds = time.process_time() - self._start
         estimate_all(torchrec_estimators(self.topology, self.constraints), made.plan, SHARDERS)
-        context = PlanningContext.of(self.topology, self.constraints)
+        context = PlanRater.of(self.topology, self.constraints)
         kinds = (sharding_in_words(option.sharding_type, option.compute_kernel) for option in made.plan)
         return {
             "seconds": round(seconds, 2),

@@ -31,11 +31,11 @@ from common.tasks import meta_collection
 from dreamshard_planner.checkpoints.checkpoint import prior_policy
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.policy.mdp import ShardingTask
 from dreamshard_planner.policy.network import RELAID, Policy, PolicyConfig, policy_starts, roll_out
 from dreamshard_planner.policy.reinforce import WHOLE_ONLY
-from dreamshard_planner.search.starts import JointOptions, level_starts
+from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.workload.pools import meta_like
 
 BATCH_SIZE = 2048
@@ -51,7 +51,7 @@ def cost_of(tables: int, ranks: int, seed: int) -> Cost:
     constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in drawn}
     model, sharders = torch.nn.Module(), get_default_sharders()
     model.sparse = meta_collection(drawn)
-    context = replace(PlanningContext.of(topology, constraints), constraints=constraints, sharders=sharders)
+    context = replace(PlanRater.of(topology, constraints), constraints=constraints, sharders=sharders)
     reservation = EmbeddingShardingPlanner(topology, BATCH_SIZE, stats=[])._storage_reservation
     left = reservation.reserve(topology, BATCH_SIZE, model, sharders, constraints)
     options = context.enumerator(BATCH_SIZE, context._torchrec[0]).enumerate(model, sharders)
@@ -60,7 +60,7 @@ def cost_of(tables: int, ranks: int, seed: int) -> Cost:
 
 def row_of(cost: Cost, trained: Policy, untrained: Policy) -> dict[str, dict[str, float]]:
     """Return cost and seconds of the cheapest plan of each kind."""
-    asked = JointOptions(cost)
+    asked = OptionTotals(cost)
     task, generator = ShardingTask(cost, asked), torch.Generator().manual_seed(0)
     level = sorted(level_starts(cost, asked), key=cost.overall_ms)
     option_ET = torch.tensor([plan.options for plan in level[:RELAID]])

@@ -19,7 +19,7 @@ from dreamshard_planner.cost.problem import Option, Problem, Unit
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.policy.mdp import ShardingTask
 from dreamshard_planner.policy.network import Policy, roll_out
-from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
@@ -57,5 +57,5 @@ def rolled_out(policy: Policy, cost: Cost) -> Tensor | None:
     """Return the ranks [S] of one greedy roll-out; None where it dead-ends."""
     tables = tuple((Option((Unit((part,)),), TW),) for part in range(cost.problem.num_parts))
     whole = Cost(replace(cost.problem, tables=tables), cost.compute, cost.latent_PH)
-    (plan,) = roll_out(policy, ShardingTask(whole, JointOptions(whole)), 1).shardings()
+    (plan,) = roll_out(policy, ShardingTask(whole, OptionTotals(whole)), 1).shardings()
     return None if plan is None else torch.tensor(plan.positions)[:, 0]

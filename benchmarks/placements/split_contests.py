@@ -30,7 +30,7 @@ from common.whole_tables import problem_of
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
@@ -204,7 +204,7 @@ class SplitTask:
         self.storages = {_key(option): [shard.storage for shard in option.shards] for option in options}
         allowed = usable_options(options, "cpu")
         self.topology = self._topology(capacity_bytes or self._capacity_bytes(allowed))
-        self.context = PlanningContext(self.topology, self.reader, checkpoint)
+        self.context = PlanRater(self.topology, self.reader, checkpoint)
         self.allowed: ReadProblem = self.context.read(allowed)
         self.read: ReadProblem = self.context.read([*allowed, *self._halvings(allowed)])
         self.cost = self.context.cost(self.read)

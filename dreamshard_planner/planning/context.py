@@ -41,7 +41,7 @@ from dreamshard_planner.workload.statistics import TableStatistics
 
 
 @dataclass(frozen=True)
-class PlanningContext:
+class PlanRater:
     """How the plans of one topology are read and rated.
 
     Args:
@@ -73,13 +73,13 @@ class PlanningContext:
         statistics: TableStatistics | None = None,
         checkpoint: str | Path | Checkpoint = "auto",
         cost_source: str = "auto",
-    ) -> PlanningContext:
+    ) -> PlanRater:
         """For a seam that is used alone."""
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = resolve_for(topology, checkpoint)
         return cls(topology, OptionReader(constraints, statistics), checkpoint, cost_source)
 
-    def with_statistics(self, statistics: TableStatistics) -> PlanningContext:
+    def with_statistics(self, statistics: TableStatistics) -> PlanRater:
         """The same by other statistics, for costs alone: no rule of placement is kept."""
         return replace(self, reader=OptionReader(self.constraints, statistics, self.sharders or ()))
 
@@ -267,6 +267,6 @@ class WithContext:
         *,
         statistics: TableStatistics | None = None,
         checkpoint: str | Path | Checkpoint = "auto",
-        context: PlanningContext | None = None,
+        context: PlanRater | None = None,
     ) -> None:
-        self._context = context or PlanningContext.of(topology, constraints, statistics, checkpoint)
+        self._context = context or PlanRater.of(topology, constraints, statistics, checkpoint)

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.planning.baseline import torchrec_plan
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.search.search import search
@@ -48,7 +48,7 @@ def opened_types(
 class WiderSpace:
     """The options that a model would have without exact training, or with optimizers attached to replicas."""
 
-    context: PlanningContext
+    context: PlanRater
     """With the wider constraints."""
     module: nn.Module
     """Without weights."""

@@ -12,7 +12,7 @@ import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.problem.read_problem import ReadProblem
@@ -135,7 +135,7 @@ def _gain(change: Change | None) -> str:
 
 @torch.no_grad()
 def explain(
-    context: PlanningContext,
+    context: PlanRater,
     given: GivenPlans,
     rated: Rated,
     usable: Sequence[ShardingOption],
@@ -213,7 +213,7 @@ def _groups(rated: Rated, rank: int, alone_ms: dict[int, float]) -> tuple[GroupC
 
 
 def _changes(
-    context: PlanningContext, given: GivenPlans, rated: Rated, usable: Sequence[ShardingOption], names: Sequence[str]
+    context: PlanRater, given: GivenPlans, rated: Rated, usable: Sequence[ShardingOption], names: Sequence[str]
 ) -> dict[str, tuple[Change | None, Change | None]]:
     """Rate the best move and the best split of each of some tables by the search's re-shards."""
     chosen = {fqn_of(option): option for option in rated.options}

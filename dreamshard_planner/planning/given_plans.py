@@ -23,7 +23,7 @@ from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingP
 
 from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
 from dreamshard_planner.plans.report import Report
@@ -81,7 +81,7 @@ class GivenPlans:
         left: what the storage reservation leaves.
     """
 
-    def __init__(self, context: PlanningContext, search_space: Sequence[ShardingOption], left: Topology) -> None:
+    def __init__(self, context: PlanRater, search_space: Sequence[ShardingOption], left: Topology) -> None:
         self._context = context
         self.left = left
         self.by_table = by_table(search_space)

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dreamshard_planner import __version__
 from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.planning.baseline import LEAST_GAIN, BaselineFallback
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.exact_training import WiderSpace, opened_types
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated, shardings
@@ -68,7 +68,7 @@ class ModelProblem:
     ranks: PlannedRanks
     skeleton: nn.Module
     """A copy of the module without weights, as it was when it was read: modules change when they are sharded."""
-    context: PlanningContext
+    context: PlanRater
     """Reads and rates options, within constraints and rules."""
     left: Topology
     """What the storage reservation leaves."""
@@ -124,7 +124,7 @@ class ModelProblem:
         reader = OptionReader(
             constraints, settings.statistics, sharders, legal, settings.optimizers_attached, ranks.groups > 1
         )
-        context = PlanningContext(
+        context = PlanRater(
             ranks.topology,
             reader,
             ranks.checkpoint,

@@ -10,7 +10,7 @@ from torchrec.distributed.planner.constants import DDR_CAP, POOLING_FACTOR
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 
 from dreamshard_planner.measure.hardware import total_bytes
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.kernels import DENSE, in_host_memory
@@ -30,7 +30,7 @@ NAMED = 3
 
 
 def assumptions(
-    context: PlanningContext,
+    context: PlanRater,
     plan: Sequence[ShardingOption],
     constraints: Mapping[str, ParameterConstraints] | None,
     statistics: TableStatistics | None,
@@ -56,7 +56,7 @@ def assumptions(
 
 
 def knows_lookups(
-    context: PlanningContext,
+    context: PlanRater,
     plan: Sequence[ShardingOption],
     constraints: Mapping[str, ParameterConstraints] | None,
     statistics: TableStatistics | None,
@@ -66,7 +66,7 @@ def knows_lookups(
 
 
 def _features(
-    context: PlanningContext,
+    context: PlanRater,
     plan: Sequence[ShardingOption],
     constraints: Mapping[str, ParameterConstraints],
     statistics: TableStatistics,
@@ -84,7 +84,7 @@ def _features(
 
 @torch.no_grad()
 def _lookups(
-    context: PlanningContext,
+    context: PlanRater,
     plan: Sequence[ShardingOption],
     unknown: Sequence[str],
     features: int,
@@ -111,7 +111,7 @@ def _lookups(
     return (Note("assumption", text, figures),)
 
 
-def _popularity(context: PlanningContext, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+def _popularity(context: PlanRater, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
     """Of tables in host memory, where it decides what caches hold and how much is read over the link."""
     names = [fqn_of(option) for option in plan if context.reader.assumes_popularity(option)]
     if not names or context.cost_source == "torchrec":
@@ -133,7 +133,7 @@ def _batch_size(plan: Sequence[ShardingOption], given: int | None) -> tuple[Note
 
 
 def _samples(
-    context: PlanningContext,
+    context: PlanRater,
     plan: Sequence[ShardingOption],
     constraints: Mapping[str, ParameterConstraints],
     statistics: Mapping[str, FeatureStatistics],

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption, Top
 from dreamshard_planner.cost.model import Chosen, Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.baseline import BASELINE, TorchRecPlan, torchrec_plan
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.report import ReportEntry
@@ -25,7 +25,7 @@ from dreamshard_planner.search.heuristics import heuristic_placements
 from dreamshard_planner.search.laying import lay_wide
 from dreamshard_planner.search.packing import pack
 from dreamshard_planner.search.search import SearchResult, search
-from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.options import is_torchrecs, ranks_of, same_options, set_ranks
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.towers import pin, pinned_options
@@ -73,7 +73,7 @@ class PlacedProposal:
 
 
 def place_proposal(
-    context: PlanningContext,
+    context: PlanRater,
     proposal: list[ShardingOption],
     topology: Topology,
     how: SearchSettings,
@@ -162,7 +162,7 @@ class SearchedPlan:
 @collector_paused()
 @torch.no_grad()
 def search_plan(
-    context: PlanningContext,
+    context: PlanRater,
     options: Sequence[ShardingOption],
     topology: Topology,
     how: SearchSettings,
@@ -216,7 +216,7 @@ def search_plan(
 
 
 def with_cache_sizes(
-    context: PlanningContext,
+    context: PlanRater,
     options: Sequence[ShardingOption],
     topology: Topology,
     how: SearchSettings,
@@ -249,7 +249,7 @@ def fastest_whole(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
 
 def _whole_tables(
-    context: PlanningContext, options: Sequence[ShardingOption], topology: Topology, how: SearchSettings
+    context: PlanRater, options: Sequence[ShardingOption], topology: Topology, how: SearchSettings
 ) -> tuple[dict[str, list[ShardingOption]], PlacedProposal | None]:
     """Return our plan of whole tables, by name, and how it was placed; nothing where whole tables do not fit, since
     others may."""
@@ -279,7 +279,7 @@ def _rolled_out(
     effort: float,
     plans: dict[str, Sharding | None],
     cost: Cost,
-    asked: JointOptions,
+    asked: OptionTotals,
     level: Sequence[Sharding],
     seconds: float | None,
 ) -> list[Sharding]:

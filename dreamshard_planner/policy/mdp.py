@@ -32,7 +32,7 @@ from torch import Tensor
 from dreamshard_planner.cost.compute import both_passes
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding, has_room
-from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
 
@@ -84,7 +84,7 @@ class ShardingTask:
         asked: what its options ask of all ranks together.
     """
 
-    def __init__(self, cost: Cost, asked: JointOptions) -> None:
+    def __init__(self, cost: Cost, asked: OptionTotals) -> None:
         problem = cost.problem
         self.cost, self.problem, self._asked = cost, problem, asked
         self.level_ms = max(1e-9, asked.least_ms / problem.num_ranks)

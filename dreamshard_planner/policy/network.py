@@ -27,7 +27,7 @@ from dreamshard_planner.policy.mdp import (
     ShardingTask,
 )
 from dreamshard_planner.search.effort import portion
-from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 
 WEIGHTS = {"mean": 0.6, "mean_2": 0.2, "mean_8": 0.2, "highest": 0.01}
@@ -199,12 +199,12 @@ def subset_types() -> Tensor:
 def policy_starts(
     cost: Cost,
     policy: Policy,
-    asked: JointOptions,
+    asked: OptionTotals,
     level: Sequence[Sharding],
     seconds: float | None = None,
     effort: float = 1.0,
 ) -> list[Sharding]:
-    """Plans to start the joint search from, at most two, the cheapest first: the best of greedy roll-outs that choose
+    """Plans to start the search from, at most two, the cheapest first: the best of greedy roll-outs that choose
     options, of all sharding types and, on few ranks, of some subsets of them; and the best of those that only lay the
     options of the cheapest level starts down anew. Further ones would leave the search little else to start from, and
     descents end elsewhere than they start.

@@ -24,7 +24,7 @@ from dreamshard_planner.search.effort import DEFAULT_SEARCH, Budget, Deadline, S
 from dreamshard_planner.search.laying import packed_start
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.reshards import ShardingState
-from dreamshard_planner.search.starts import JointOptions, group_moves, level_starts
+from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts
 from dreamshard_planner.search.states import in_steps
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
@@ -39,7 +39,7 @@ BESIDE = 0.85
 than these are."""
 
 
-Further = Callable[[Cost, JointOptions, Sequence[Sharding], float | None], Iterable[Sharding]]
+Further = Callable[[Cost, OptionTotals, Sequence[Sharding], float | None], Iterable[Sharding]]
 """Makes feasible starts from a cost, what its options ask, and level starts, within some seconds; raises TimeoutError
 where that takes more."""
 
@@ -79,7 +79,7 @@ def search(
         further: makes a few starts more, from all of which there are descents as well.
     """
     budget = _budget(cost, config, Deadline(seconds))
-    asked = JointOptions(cost)
+    asked = OptionTotals(cost)
     if not asked.may_fit:
         return None
     level = level_starts(cost, asked, budget.left, config.effort)

@@ -44,7 +44,7 @@ TABLES_MOVED = 2000
 """these times tables."""
 
 
-class JointOptions:
+class OptionTotals:
     """What a choice of options asks of all ranks together, their exchanges included: the numbers that starts are made
     from. Tables with fewer options than others are padded with ones that cost infinitely much.
     """
@@ -86,7 +86,7 @@ class JointOptions:
 
 
 def level_choice(
-    num_ranks: int, asked: JointOptions, allowed_TO: np.ndarray, fill: float, price_M: np.ndarray
+    num_ranks: int, asked: OptionTotals, allowed_TO: np.ndarray, fill: float, price_M: np.ndarray
 ) -> np.ndarray:
     """The option of each table that costs least in all, within the lowest height at which ranks could be level, [T].
 
@@ -122,7 +122,7 @@ def level_choice(
 
 
 def level_starts(
-    cost: Cost, asked: JointOptions, has_time: Callable[[], bool] = lambda: True, effort: float = 1.0
+    cost: Cost, asked: OptionTotals, has_time: Callable[[], bool] = lambda: True, effort: float = 1.0
 ) -> list[Sharding]:
     """Shardings to start from: level choices among all options, and among fewer sharding types, since each type that is
     used costs kernels and collectives of its own.
@@ -158,7 +158,7 @@ def level_starts(
     return list(dict.fromkeys([*starts, *(start.filled(cost, asked, attempts) for start in cheapest if has_time())]))
 
 
-def _affordable(cost: Cost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
+def _affordable(cost: Cost, asked: OptionTotals, allowed_TO: np.ndarray, fill: float) -> _Start | None:
     """A level choice that fits: memory that runs short gets a price, doubled until it does."""
     limits_M = asked.limits_M
     price_M = used_M = np.zeros(len(limits_M))
@@ -183,7 +183,7 @@ class _Start:
     sharding: Sharding
     faster_T: np.ndarray
 
-    def filled(self, cost: Cost, asked: JointOptions, attempts: int) -> Sharding:
+    def filled(self, cost: Cost, asked: OptionTotals, attempts: int) -> Sharding:
         """Tables take their faster options as long as that helps, those first that gain most per byte: a price alone
         treats like tables alike."""
         slow_T, each_T = np.array(self.sharding.options), np.arange(len(self.faster_T))
@@ -206,7 +206,7 @@ class _Start:
         return best
 
 
-def group_moves(cost: Cost, asked: JointOptions, sharding: Sharding, effort: float = 1.0) -> list[Sharding]:
+def group_moves(cost: Cost, asked: OptionTotals, sharding: Sharding, effort: float = 1.0) -> list[Sharding]:
     """Shardings in which sets of tables are sharded another way, and all tables laid down afresh.
 
     Args:
@@ -222,7 +222,7 @@ def group_moves(cost: Cost, asked: JointOptions, sharding: Sharding, effort: flo
     return [moved for moved in laid if moved is not None]
 
 
-def _chosen(cost: Cost, asked: JointOptions, now_T: np.ndarray) -> Iterator[tuple[int, ...]]:
+def _chosen(cost: Cost, asked: OptionTotals, now_T: np.ndarray) -> Iterator[tuple[int, ...]]:
     """Options of all tables after each move."""
     each_T = np.arange(len(now_T))
     largest_T, total_T = asked.largest_ms_TO[each_T, now_T], asked.total_ms_TO[each_T, now_T]

@@ -10,7 +10,7 @@ from pathlib import Path
 from torchrec.distributed.planner.types import ParameterConstraints, Partitioner, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.search_plan import (
     PlacedProposal,
@@ -54,7 +54,7 @@ class DreamShardPartitioner(Partitioner):
         search: SearchConfig = DEFAULT_SEARCH,
         seed: int = 0,
         search_seconds: float | None = None,
-        context: PlanningContext | None = None,
+        context: PlanRater | None = None,
         quickly: bool = False,
     ) -> None:
         self._arguments = (constraints, statistics, checkpoint)
@@ -71,7 +71,7 @@ class DreamShardPartitioner(Partitioner):
         Raises:
             PlannerError: where the tables do not fit, naming table and missing bytes.
         """
-        context = self._context or PlanningContext.of(storage_constraint, *self._arguments)
+        context = self._context or PlanRater.of(storage_constraint, *self._arguments)
         with single_thread():
             how = replace(self._how, deadline=Deadline(self._seconds))
             placed = place_proposal(context, proposal, storage_constraint, how, quickly=self.quickly)
@@ -104,7 +104,7 @@ class RulePartitioner(Partitioner):
     @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank``; raises ``PlannerError`` where the heuristic dead-ends on memory."""
-        context = PlanningContext.of(storage_constraint, *self._arguments)
+        context = PlanRater.of(storage_constraint, *self._arguments)
         if any(option.dependency for option in proposal):
             pin(proposal, storage_constraint)
         read = context.read(proposal, storage_constraint)

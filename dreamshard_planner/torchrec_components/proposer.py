@@ -9,7 +9,7 @@ from typing import Any
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
 
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, search_plan, with_cache_sizes
 from dreamshard_planner.search.effort import Deadline, portion
 
@@ -32,7 +32,7 @@ class SearchProposer(Proposer):
         found: the outcome of the last search; None where there was none.
     """
 
-    def __init__(self, context: PlanningContext, topology: Topology, how: SearchSettings) -> None:
+    def __init__(self, context: PlanRater, topology: Topology, how: SearchSettings) -> None:
         self._context, self._topology, self._how = context, topology, how
         self._pending: list[ShardingOption] | None = None
         self._options: list[ShardingOption] = []

@@ -22,14 +22,14 @@ from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, set_work, work_limits
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.policy.mdp import ShardingTask
 from dreamshard_planner.policy.network import Policy, roll_out
 from dreamshard_planner.policy.reinforce import WHOLE_ONLY, UpdateStatistics, train_policy
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
-from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, TW
 from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.support.torch_state import neutral
@@ -97,7 +97,7 @@ def drawn_tasks(
         read, cost = _read(checkpoint, rng.sample(list(tables), count), ranks, batch_size, config.device)
         if rng.random() < TIGHT_SHARE:
             cost = _short_of_memory(cost, rng.uniform(*FILL), config.device)
-        asked = JointOptions(cost)
+        asked = OptionTotals(cost)
         if asked.may_fit:
             tasks.append(DrawnTask(read, ShardingTask(cost, asked)))
     return tasks
@@ -122,7 +122,7 @@ def _read(
     model, sharders = nn.Module(), get_default_sharders()
     model.sparse = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     reader = OptionReader(statistics=TableStatistics(statistics), sharders=sharders)
-    context = PlanningContext(topology, reader, checkpoint, sharders=sharders)
+    context = PlanRater(topology, reader, checkpoint, sharders=sharders)
     options = context.enumerator(batch_size, _Unrated()).enumerate(model, sharders)
     read = context.read(context.usable_options(options))
     return read, context.cost(read)

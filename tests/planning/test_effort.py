@@ -26,7 +26,7 @@ from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.search import packing
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, Deadline, portion
 from dreamshard_planner.search.few_moves import _Walk
-from dreamshard_planner.search.starts import JointOptions, group_moves, level_starts
+from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts
 from dreamshard_planner.torchrec_components.proposer import few_proposals
 
 QUICK, THOROUGH = EFFORTS["quick"], EFFORTS["thorough"]
@@ -96,7 +96,7 @@ def test_multiples_of_the_settings() -> None:
 
 def test_starts_roll_outs_and_group_moves_are_fewer_with_less_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = sharding_cost(9, 5)
-    asked = JointOptions(cost)
+    asked = OptionTotals(cost)
     level = level_starts(cost, asked)
     assert level_starts(cost, asked, effort=THOROUGH) == level
     assert 0 < len(level_starts(cost, asked, effort=QUICK)) < len(level) / 2

@@ -16,15 +16,15 @@ from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.policy.mdp import RULES, TYPES, EstimatedMDP, ShardingTask
 from dreamshard_planner.policy.network import SUBSETS, Policy, PolicyConfig, policy_starts, roll_out, subset_types
-from dreamshard_planner.search.starts import JointOptions, level_starts
+from dreamshard_planner.search.starts import OptionTotals, level_starts
 
 
 def task_of(cost: Cost) -> ShardingTask:
-    return ShardingTask(cost, JointOptions(cost))
+    return ShardingTask(cost, OptionTotals(cost))
 
 
 def starts_of(cost: Cost, policy: Policy, seconds: float | None = None) -> list[Sharding]:
-    asked = JointOptions(cost)
+    asked = OptionTotals(cost)
     return policy_starts(cost, policy, asked, level_starts(cost, asked), seconds)
 
 

@@ -20,14 +20,14 @@ from dreamshard_planner.policy.reinforce import (
     standing,
     train_policy,
 )
-from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search.starts import OptionTotals
 
 TRAINING = ReinforceConfig(updates=4, tasks_per_update=2, episodes_per_task=6, looks=2, learning_rate=6e-3)
 
 
 def tasks_of(*seeds: int, memory: int = 1000) -> list[ShardingTask]:
     costs = [sharding_cost(5, seed, memory) for seed in seeds]
-    return [ShardingTask(cost, JointOptions(cost)) for cost in costs]
+    return [ShardingTask(cost, OptionTotals(cost)) for cost in costs]
 
 
 def test_advantages_by_hand() -> None:

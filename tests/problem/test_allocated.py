@@ -33,7 +33,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner.checkpoints.checkpoint import resolve_for
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from tests.small_models import collection, planner, table
@@ -53,7 +53,7 @@ def options(given: ParameterConstraints, data_type: DataType = DataType.FP32, **
     given.pooling_factors = [0.0]
     constraints = PlanningConstraints({"t": given})
     reader = OptionReader(constraints, sharders=sharders)
-    context = PlanningContext(GPUS, reader, resolve_for(GPUS, "auto"), "torchrec", constraints, sharders)
+    context = PlanRater(GPUS, reader, resolve_for(GPUS, "auto"), "torchrec", constraints, sharders)
     return context.enumerator(64, None).enumerate(model, sharders)
 
 

@@ -22,7 +22,7 @@ from dlrm.job import EveryTypeSharder
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.workload.features import FEATURE_INDEX
@@ -38,7 +38,7 @@ def read(model, sharder, statistics=None, device="cpu", **constraint) -> tuple[l
     constraints = {"t": ParameterConstraints(**constraint)}
     options = EmbeddingEnumerator(topology, SAMPLES, constraints).enumerate(model, [sharder])
     reader = OptionReader(constraints, statistics, [sharder])
-    context = PlanningContext(topology, reader, resolve("auto", device), "roofline")
+    context = PlanRater(topology, reader, resolve("auto", device), "roofline")
     return reader.workloads(options, topology), context.read(options)
 
 

@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
 from dreamshard_planner.workload.features import FEATURE_INDEX
@@ -115,7 +115,7 @@ def test_options_become_workloads() -> None:
     assert shared.output_elements == pytest.approx(4 * 64 * 1.75 * 16)
     assert by_name["plain.b"].weight_bytes == 2 and by_name["plain.a"].weight_bytes == 4
     assert by_name["weighted.d"].weighted and not shared.weighted
-    problem = PlanningContext(topology(4), reader, resolve("auto", "cpu")).read(options).problem
+    problem = PlanRater(topology(4), reader, resolve("auto", "cpu")).read(options).problem
     group = dict(zip(problem.names, problem.group_P.tolist(), strict=True))
     # Precision, pooling and weightedness each make a kernel of their own.
     assert problem.num_groups == 4 and len(set(group.values())) == 4
@@ -142,7 +142,7 @@ def test_options_become_workloads() -> None:
 def workloads_and_problem(model: nn.Module, sharders, constraints=None):
     expanded = planning_constraints(model, sharders, constraints, None, AllowedTypes("cpu", ("table_wise",)))
     options = EmbeddingEnumerator(topology(), batch_size=64, constraints=expanded).enumerate(model, sharders)
-    context = PlanningContext(topology(), OptionReader(expanded, None, sharders), resolve("auto", "cpu"))
+    context = PlanRater(topology(), OptionReader(expanded, None, sharders), resolve("auto", "cpu"))
     return context.reader.workloads(options, topology()), context.read(options).problem
 
 
@@ -222,7 +222,7 @@ def test_kernels_of_several_memories_are_fused_together() -> None:
     made._callbacks.append(lambda plan: options.extend(plan) or plan)
     made.plan(collection(table("t0"), table("t1")), SHARDERS)
     assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
-    assert PlanningContext.of(topology(device="cuda"), constraints).read(options).problem.num_groups == 1
+    assert PlanRater.of(topology(device="cuda"), constraints).read(options).problem.num_groups == 1
 
 
 def test_statistics_of_no_feature_are_as_none() -> None:

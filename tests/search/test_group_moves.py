@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.search.laying import lay
-from dreamshard_planner.search.starts import JointOptions, group_moves
+from dreamshard_planner.search.starts import OptionTotals, group_moves
 from tests.exhaustive import planned_and_best_ms
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -46,7 +46,7 @@ def test_many_tables_change_their_type_together_where_one_alone_gains_nothing() 
     cost = model.context.cost(model.context.read(options, model.left))
     whole = [next(i for i, o in enumerate(kinds) if o.sharding_type == "table_wise") for kinds in cost.problem.tables]
     start = lay(cost, whole)
-    found = group_moves(cost, JointOptions(cost), start)
+    found = group_moves(cost, OptionTotals(cost), start)
     assert len({sharding.options for sharding in found}) == len(found) > 5
     changed = [int((np.array(sharding.options) != np.array(whole)).sum()) for sharding in found]
     best = min(range(len(found)), key=lambda index: cost.overall_ms(found[index]))

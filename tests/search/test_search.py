@@ -22,7 +22,7 @@ from dreamshard_planner.search.laying import lay, packed_start
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.reshards import ShardingState, wide_swaps
 from dreamshard_planner.search.search import _Descents, prefer_cheaper_kernels, search
-from dreamshard_planner.search.starts import JointOptions, level_choice, level_starts
+from dreamshard_planner.search.starts import OptionTotals, level_choice, level_starts
 from dreamshard_planner.search.states import in_steps
 from tests.exhaustive import optimum_ms
 
@@ -123,7 +123,7 @@ def test_search_finds_the_optimum_of_small_problems(seed: int) -> None:
 @pytest.mark.parametrize("memory", [MEMORY, 400, 300])
 def test_search_keeps_memory_and_beats_every_start(memory: int) -> None:
     cost = sharding_cost(9, 5, memory)
-    starts = level_starts(cost, JointOptions(cost))
+    starts = level_starts(cost, OptionTotals(cost))
     assert starts and all(cost.problem.fits(start) for start in starts)
     result = search(cost, [], SEARCH)
     assert cost.problem.fits(result.sharding)
@@ -141,7 +141,7 @@ def test_no_further_starts_are_made_when_time_is_up() -> None:
 
     spent = search(cost, [], SEARCH, seconds=1e-9, further=further)
     assert asked == [] and spent.cut_short and cost.problem.fits(spent.sharding)
-    unhurried, hurried = (level_starts(cost, JointOptions(cost), lambda has=has: has) for has in (True, False))
+    unhurried, hurried = (level_starts(cost, OptionTotals(cost), lambda has=has: has) for has in (True, False))
     assert 0 < len(hurried) < len(unhurried) and hurried == unhurried[: len(hurried)]
     search(cost, [], replace(SEARCH, reshards=1), seconds=1000.0, further=further)
     search(cost, [], replace(SEARCH, reshards=1), further=further)
@@ -218,7 +218,7 @@ def test_where_hosts_are_full_two_tables_change_places() -> None:
 def test_every_start_has_its_turn() -> None:
     """A budget that the first descent would use up alone is shared, and what was interrupted goes on."""
     cost = sharding_cost(20, 3)
-    starts = level_starts(cost, JointOptions(cost))[:4]
+    starts = level_starts(cost, OptionTotals(cost))[:4]
     tried: dict[Sharding, int] = {}
 
     def descend(self: _Descents, start: Sharding, turn: int | None = None) -> None:
@@ -239,7 +239,7 @@ def test_a_level_start_splits_what_would_stick_out() -> None:
     cost = sharding_cost(9, 1)
     parts = [part for option in cost.problem.tables[0] for part in option.parts]
     cost.latent_PH[parts, 1:] *= 8
-    asked = JointOptions(cost)
+    asked = OptionTotals(cost)
     chosen_T = level_choice(RANKS, asked, np.full((9, 5), True), 1.0, np.zeros(1))
     assert chosen_T[0] != 0
     each_T = np.arange(9)

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardingType
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.checkpoints.checkpoint import resolve
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.problem.reader import OptionReader
@@ -113,7 +113,7 @@ def toy_model() -> nn.Module:
 @pytest.mark.usefixtures("toy")
 def test_a_rows_collectives_carry_its_outputs() -> None:
     options = ToyEnumerator(TOPOLOGY, SAMPLES).enumerate(toy_model(), [])
-    context = PlanningContext(TOPOLOGY, OptionReader(), resolve("auto", "cuda"), "roofline")
+    context = PlanRater(TOPOLOGY, OptionReader(), resolve("auto", "cuda"), "roofline")
     toys = [option for option in options if (option.sharding_type, option.compute_kernel) == (TOY, "fused")]
     problem = context.read(toys).problem
     names = [(each.name, each.over) for each in problem.collectives.collectives]

@@ -20,7 +20,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.search_plan import SearchSettings
 from dreamshard_planner.search.effort import DEFAULT_SEARCH
 from dreamshard_planner.torchrec_components import partitioner as partitioner_module
@@ -40,7 +40,7 @@ def test_each_seam_works_alone(seam: str) -> None:
         "rule": lambda: {"partitioner": RulePartitioner("lookup_greedy")},
         "perf_model": lambda: {"performance_model": DreamShardPerfModel(devices)},
         "proposer": lambda: {
-            "proposer": SearchProposer(PlanningContext.of(devices), devices, SearchSettings(DEFAULT_SEARCH))
+            "proposer": SearchProposer(PlanRater.of(devices), devices, SearchSettings(DEFAULT_SEARCH))
         },
         "estimator": lambda: {
             "enumerator": EmbeddingEnumerator(
