@@ -58,6 +58,15 @@ def rewrite(path: Path, **changes: str) -> None:
     save_file(load_file(path), path, metadata=header_of(path) | changes)
 
 
+def test_files_before_version_3_keep_their_costs_and_take_the_policy_that_ships(saved: Path) -> None:
+    tensors = {name: tensor for name, tensor in load_file(saved).items() if not name.startswith("policy.")}
+    tensors["policy.table.0.weight"] = torch.ones(2, 3)
+    save_file(tensors, saved, metadata=header_of(saved) | {"version": "2"})
+    loaded, shipped_policy = Checkpoint.load(saved), resolve("roofline", "cuda").policy
+    for found, expected in ((loaded.cost, DEFAULT[1]), (loaded.policy, shipped_policy)):
+        assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in found.state_dict().items())
+
+
 DAMAGED = "not a safetensors file, or a damaged one"
 
 
