@@ -193,7 +193,10 @@ def search_plan(
         else:
             plans = {} if known.result is None else {"known": copy.deepcopy(known.proposal)}
             rivals, theirs = known.rivals, known.torchrec
-        pinned = pinned_options(options, topology, plans.get(BASELINE, plans.get("known")))
+        try:
+            pinned = pinned_options(options, topology, plans.get(BASELINE, plans.get("known")))
+        except PlannerError:  # towers fit on no host by these options
+            return SearchedPlan(_smallest(context.read(options, topology)), rivals, None, theirs)
         read = context.read(pinned, topology)
         cost = context.cost(read)
         starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
