@@ -16,7 +16,7 @@ import torch
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.policy.network import policy_starts, roll_out
 from dreamshard_planner.policy.reinforce import WHOLE_ONLY
-from dreamshard_planner.search.starts import JointOptions, level_starts
+from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.training import QUICK, TrainingConfig, drawn_tasks, pool_tables, train
 
 
@@ -35,12 +35,12 @@ def plan_unseen(checkpoint: Checkpoint, config: TrainingConfig) -> None:
     _, held_out = pool_tables(config.pools)
     for drawn in drawn_tasks(checkpoint, held_out, 3, config, seed=7):
         task, cost = drawn.task, drawn.task.cost
-        level, types_EN = level_starts(cost, JointOptions(cost)), torch.tensor([WHOLE_ONLY])
+        level, types_EN = level_starts(cost, OptionTotals(cost)), torch.tensor([WHOLE_ONLY])
         plans = {
             "level start": level,
             "policy, whole tables": roll_out(checkpoint.policy, task, 1, types_EN=types_EN).shardings(),
             "policy, one roll-out": roll_out(checkpoint.policy, task, 1).shardings(),
-            "policy, best start": policy_starts(cost, checkpoint.policy, JointOptions(cost), level),
+            "policy, best start": policy_starts(cost, checkpoint.policy, OptionTotals(cost), level),
         }
         print(f"\n{task.num_tables} unseen tables on {cost.problem.num_ranks} ranks, predicted ms")
         for name, found in plans.items():
