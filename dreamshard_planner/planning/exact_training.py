@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -68,8 +68,11 @@ class WiderSpace:
 
     def opened_in_words(self) -> str:
         """Return the types that only this space has, and of how many tables."""
-        types = Counter(chain.from_iterable(self.opened.values()))
-        return ", ".join(f"{kind} for {count} table(s)" for kind, count in sorted(types.items()))
+        return _counted(sorted(Counter(chain.from_iterable(self.opened.values())).items()))
+
+
+def _counted(types: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{kind} for {count} table(s)" for kind, count in types)
 
 
 @neutral()
@@ -111,10 +114,9 @@ def forced_out_note(
     if not inside:
         return ()
     lost_ms = exact_ms - found.overall_ms
-    kinds = ", ".join(f"{kind} for {count} table(s)" for kind, count in Counter(inside).most_common())
     text = (
         f"Exact training keeps {len(inside)} table(s) out of device memory, which is predicted to cost {lost_ms:.3f} "
-        f"of {exact_ms:.3f} ms. With exact_training=False they would fit: {kinds}"
+        f"of {exact_ms:.3f} ms. With exact_training=False they would fit: {_counted(Counter(inside).most_common())}"
     )
     return (Note("forced_out", text, {"tables": len(inside), "lost_ms": lost_ms}),)
 

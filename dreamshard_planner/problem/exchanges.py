@@ -14,10 +14,10 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 
 from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Collective, CollectiveModel, bag_bytes
 from dreamshard_planner.search_space.kernels import serves
-from dreamshard_planner.search_space.modules import exchange_codecs
+from dreamshard_planner.search_space.modules import exchange_codecs, output_type
 from dreamshard_planner.search_space.options import type_of
 from dreamshard_planner.search_space.sharding_types import THROUGH_HOSTS, ShardingTypeSpec
-from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Workload
+from dreamshard_planner.workload.tables import INDEX_BYTES, Workload
 
 ORDERED_ID, ORDERED_BAG = 0.2, 1.0
 """What an id, and a bag in a block, take to be brought into another order, over sorting an id into a block. Processor
@@ -129,5 +129,4 @@ def wire_bytes(
     codecs = exchange_codecs(sharder).get(operation.name)
     if codecs is not None:
         return (codecs.forward.quantized_dtype.itemsize + codecs.backward.quantized_dtype.itemsize) / 2
-    output = fused_params.get("output_dtype")
-    return OUTPUT_BYTES if output is None else output.as_dtype().itemsize
+    return output_type(fused_params).itemsize

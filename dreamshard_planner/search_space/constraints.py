@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from fbgemm_gpu.split_embedding_configs import SparseType
+import torch
 from torch import nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS, GUARDED_SHARDING_TYPES_FOR_FP_MODULES
@@ -30,11 +29,12 @@ from dreamshard_planner.search_space.modules import (
     ShardableTable,
     exchange_codecs,
     is_mean,
+    output_type,
     shardable_tables,
 )
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.sharding_types import LATE_MEANS, MIXED_MEAN, SHARDING_TYPES, broken, inexact
+from dreamshard_planner.search_space.sharding_types import LATE_MEANS, MIXED_MEAN, SHARDING_TYPES, TW, broken, inexact
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -127,7 +127,7 @@ class AllowedTypes:
                 return "TorchRec wants it named"
             if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
                 return "TorchRec wants it named for feature processors"
-            if uneven and SHARDING_TYPES[kind].span != "world" and not (alike_outputs and kind == "table_wise"):
+            if uneven and SHARDING_TYPES[kind].span != "world" and not (alike_outputs and kind == TW):
                 return UNEVEN_OUTPUTS
             return None
 
@@ -150,10 +150,9 @@ class AllowedTypes:
 
     def _may_send_unevenly(self, table: ShardableTable, constraint: ParameterConstraints) -> bool:
         """Return whether ranks exchange the table's outputs as they are, and these are not float32."""
-        output = table.owner.fused_params(constraint.output_dtype).get("output_dtype")
         if self.ranks == 1 or table.in_tower or exchange_codecs(table.sharder):  # towers exchange within their host
             return False
-        return output is not None and output is not SparseType.FP32
+        return output_type(table.owner.fused_params(constraint.output_dtype)) != torch.float32
 
     def _offers(self, table: ShardableTable, kind: str, constraint: ParameterConstraints) -> bool:
         """Whether the table's sharder has the type, by kernels that its constraint allows."""
@@ -328,11 +327,11 @@ def _alike_outputs(
 ) -> frozenset[str]:
     """Return the paths of modules whose tables have one output type and are at least twice as many as the ranks, so
     that whole tables leave no rank without one; a plan that does so is refused."""
-    outputs: dict[str, list[Any]] = {}
+    outputs: dict[str, list[torch.dtype]] = {}
     for table in tables:
         given = constraints.get(table.name)
         params = table.owner.fused_params(None if given is None else given.output_dtype)
-        outputs.setdefault(table.path, []).append(params.get("output_dtype"))
+        outputs.setdefault(table.path, []).append(output_type(params))
     return frozenset(path for path, found in outputs.items() if len(found) >= 2 * ranks and len({*found}) == 1)
 
 

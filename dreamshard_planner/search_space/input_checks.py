@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import Tensor, nn
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -34,6 +33,7 @@ from dreamshard_planner.search_space.kernels import (
 )
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
+    output_type,
     shardable_tables,
     table_configs,
 )
@@ -281,7 +281,7 @@ def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) 
     if types and all(kind in SHARDING_TYPES and SHARDING_TYPES[kind].is_replicated for kind in types):
         return  # without fused kernels
     params = table.owner.fused_params(constraint.output_dtype)
-    output = str(params.get("output_dtype", SparseType.FP32).as_dtype()).removeprefix("torch.")
+    output = str(output_type(params)).removeprefix("torch.")
     if output not in CPU_OUTPUTS:
         yield (
             f"table {table.fqn!r} has outputs of {output}, and FBGEMM's fused kernels on CPUs give "

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -95,6 +95,12 @@ def fused_params(
         return given
     optimizer, _ = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())
     return given | {"optimizer": optimizer}
+
+
+def output_type(params: Mapping[str, Any]) -> torch.dtype:
+    """Return the type of what fused kernels with these arguments put out, float32 by default."""
+    output = params.get("output_dtype")
+    return torch.float32 if output is None else output.as_dtype()
 
 
 def is_mean(config: Any) -> bool:

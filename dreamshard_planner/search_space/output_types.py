@@ -13,7 +13,7 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.search_space.kernels import serves
-from dreamshard_planner.search_space.modules import exchange_codecs, fused_params
+from dreamshard_planner.search_space.modules import exchange_codecs, fused_params, output_type
 from dreamshard_planner.search_space.options import fqn_of, ranks_of, type_of
 from dreamshard_planner.support.formatting import first_of, ranks_in_words
 
@@ -56,8 +56,7 @@ def _outputs(
         # Towers exchange within their host.
         if type_of(option).is_replicated or serves(option.compute_kernel) or option.dependency or quantizes:
             continue
-        asked = fused_params(option.module[1], sharder, option.output_dtype).get("output_dtype")
-        yield option, torch.float32 if asked is None else asked.as_dtype()
+        yield option, output_type(fused_params(option.module[1], sharder, option.output_dtype))
 
 
 def _sent(tables: Sequence[tuple[ShardingOption, torch.dtype]], world_size: int) -> dict[torch.dtype, list[int]]:
