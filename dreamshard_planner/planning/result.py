@@ -21,6 +21,7 @@ from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.options import refused
+from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.usable_options import never_run
 from dreamshard_planner.support.formatting import first_of
 
@@ -175,7 +176,7 @@ def _unsharded(paths: Sequence[str]) -> list[str]:
 
 def _uneven(model: ModelProblem) -> list[str]:
     """Return a note on tables whose outputs, of another type than float32, leave them few sharding types."""
-    named = [fqn for fqn, why in model.left_out.items() if UNEVEN_OUTPUTS in why.values()]
+    named = [fqn for fqn, why in model.left_out.items() if TW in why and UNEVEN_OUTPUTS in why.values()]
     return [f"{len(named)} table(s) ({first_of(named)}) may only lie on all ranks: {UNEVEN_OUTPUTS}"] if named else []
 
 

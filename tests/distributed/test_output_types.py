@@ -139,6 +139,8 @@ def test_many_tables_of_one_output_type_may_stay_whole() -> None:
     made = planner(topology=topology(2, device="cuda"))
     made.plan(collection(*(table(f"t{i}", 100_000 * (i + 1), 64) for i in range(8))), HALVES)
     assert {option.sharding_type for option in made.options} == {"table_wise"}
+    assert not any(UNEVEN_OUTPUTS in str(note) for note in made.report().notes)
     few = planner(topology=topology(8, device="cuda"))
     few.plan(collection(*(table(f"t{i}", 100_000 * (i + 1), 64) for i in range(8))), HALVES)
     assert {option.sharding_type for option in few.options} == {"row_wise"}
+    assert any(UNEVEN_OUTPUTS in str(note) for note in few.report().notes)
