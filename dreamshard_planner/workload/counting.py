@@ -1,12 +1,11 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Count how features read their tables, batch by batch, in memory that does not grow with the batches.
+"""Count how features read their tables, in memory that does not grow with the number of batches.
 
-Shapes: N lookups, B samples, K = 17 reuse bins.
+Shapes: N lookups, K = 17 reuse bins.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,92 +22,109 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 EVERY = 100
-"""Counting a batch takes a fifth to half of a CPU's step on it (20 ms for 110,000 lookups): 0.5 % of them all."""
+"""Batches per counted batch. Counting takes a fifth to half of a CPU's step (20 ms for 110,000 lookups)."""
 SAME_BATCH = 1.25
-"""How far batch sizes may be apart, as a ratio, for statistics to be merged."""
+"""Largest ratio of batch sizes whose statistics may be merged."""
 
 
 class FeatureCounts:
-    """Running sums of one feature."""
+    """Sums over the batches of one feature."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._batches, self._samples, self._lookups = 0, 0, 0
-        self._weighted = False
+        self.samples = 0
+        self._batches = self._known_batches = 0
+        self._lookups = self._distinct = self._counted = 0.0
         self._count_K = torch.zeros(NUM_REUSE_BINS, dtype=torch.float64)
         self._ids: IdHistogram | None = None
         self._ids_are_rows = True
+        self._weighted = False
 
     def add(self, id_N: Tensor, samples: int, weighted: bool = False) -> None:
-        """Count one batch: its samples, all ids that they look up, and whether it carries weights of these lookups. A
-        batch without samples is passed over."""
+        """Count one batch by all ids that its samples look up; skip a batch without samples."""
         if not samples:
             return
-        self._weighted = self._weighted or weighted
-        self._batches += 1
-        self._samples += samples
-        if not len(id_N):
-            return
-        if id_N.is_floating_point():
+        if len(id_N) and id_N.is_floating_point():
             raise StatisticsError(f"feature {self.name!r}: ids must be whole numbers, got {id_N.dtype}")
         id_R, count_R = torch.unique(id_N.long().cpu(), return_counts=True)
         histogram_K, distinct = histogram_of_counts(count_R)
         ids = IdHistogram.of_counts(id_R, count_R)
-        self._ids_are_rows = self._ids_are_rows and ids is not None
-        if ids is not None and self._ids is not None:
-            weights = (self._lookups, len(id_N)), (float(self._count_K.sum()), distinct)
-            ids = merge([self._ids, ids], *weights)
-        self._ids = ids
-        self._lookups += len(id_N)
-        self._count_K += histogram_K * distinct
+        self._add(1, samples, len(id_N), distinct, histogram_K, ids, weighted)
 
-    @property
-    def has_samples(self) -> bool:
-        """Whether any batch so far has one."""
-        return self._samples > 0
+    def add_statistics(self, part: FeatureStatistics) -> None:
+        """Count all batches that some statistics were taken from."""
+        distinct, samples = part.distinct_rows, part.batches * part.samples
+        bins_K = None if part.reuse_histogram is None else torch.tensor(part.reuse_histogram, dtype=torch.float64)
+        if distinct is None:
+            distinct = part.lookups if bins_K is None else part.lookups / float(mean_reuse(bins_K).clamp_min(1.0))
+        lookups = part.pooling_factor * samples
+        self._add(part.batches, samples, lookups, part.batches * distinct, bins_K, part.ids, part.weighted)
+
+    def _add(
+        self,
+        batches: int,
+        samples: int,
+        lookups: float,
+        distinct: float,
+        histogram_K: Tensor | None,
+        ids: IdHistogram | None,
+        weighted: bool,
+    ) -> None:
+        """Add the sums of some batches; without a histogram, their reuse is unknown."""
+        self._batches += batches
+        self.samples += samples
+        self._weighted = self._weighted or weighted
+        if histogram_K is not None or not lookups:
+            self._known_batches += batches
+        if not lookups:
+            return
+        if ids is not None and self._ids is not None:
+            ids = merge([self._ids, ids], [self._lookups, lookups], [self._distinct, distinct])
+        self._ids_are_rows = self._ids_are_rows and ids is not None
+        self._ids = ids
+        self._lookups += lookups
+        self._distinct += distinct
+        if histogram_K is not None:
+            self._counted += distinct
+            self._count_K += histogram_K * distinct
 
     def statistics(self) -> FeatureStatistics:
-        """Of all batches so far; StatisticsError where they have no sample."""
-        if not self.has_samples:
+        """Return the statistics of all batches so far; StatisticsError if none has a sample."""
+        if not self.samples:
             raise StatisticsError(f"feature {self.name!r}: all batches are without samples")
-        distinct = float(self._count_K.sum())
-        pooling_factor, batch_size = self._lookups / self._samples, max(1, round(self._samples / self._batches))
-        return FeatureStatistics(
-            pooling_factor=pooling_factor,
-            reuse_histogram=tuple((self._count_K / distinct).tolist()) if self._lookups else None,
-            batch_size=batch_size,
-            # Of batches of several sizes, whose mean was rounded down, they may be more than its lookups.
-            distinct_rows=min(distinct / self._batches, pooling_factor * batch_size) if self._lookups else None,
-            ids=self._ids if self._ids_are_rows else None,
-            batches=self._batches,
-            weighted=self._weighted,
-        )
+        pooling_factor, batch_size = self._lookups / self.samples, max(1, round(self.samples / self._batches))
+        histogram = distinct = None
+        if self._counted:
+            histogram = tuple((self._count_K / self._counted).tolist())
+            # The mean batch size is rounded: distinct rows must not exceed its lookups.
+            distinct = min(self._counted / self._known_batches, pooling_factor * batch_size)
+        ids = self._ids if self._ids_are_rows else None
+        return FeatureStatistics(pooling_factor, histogram, batch_size, distinct, ids, self._batches, self._weighted)
 
 
 class BatchCounts:
-    """Running sums of the features of batches.
+    """Sums over batches, by feature.
 
     Args:
-        keys: features to look at; None for all of the first batch.
+        keys: features to count; None for all of the first batch.
     """
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:
         self._keys = keys
-        self._given: set[str] | None = None
+        self._given: set[str] = set()
         self._features: dict[str, FeatureCounts] = {}
         self.batches = 0
 
     @neutral()
     def add(self, batch: KeyedJaggedTensor) -> None:
-        """One batch; StatisticsError where it has other keys than the first one."""
-        if self._given is None:
+        """Count one batch; StatisticsError if its keys differ from the first one's."""
+        if not self.batches:
             self._given = set(batch.keys())
             wanted = list(batch.keys()) if self._keys is None else list(self._keys)
             if missing := [key for key in wanted if key not in self._given]:
                 raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(self._given)}")
             self._features = {key: FeatureCounts(key) for key in wanted}
-        elif set(batch.keys()) != self._given:
-            changed = sorted(set(batch.keys()) ^ self._given)
+        elif changed := sorted(set(batch.keys()) ^ self._given):
             raise StatisticsError(
                 f"batch {self.batches} has other keys than the first one: {changed}; count batches of several modules "
                 "apart, and put them together with TableStatistics.merge"
@@ -120,23 +136,24 @@ class BatchCounts:
 
     @neutral()
     def statistics(self, with_samples: bool = False) -> dict[str, FeatureStatistics]:
-        """Of all batches so far; StatisticsError where there are none, or where a feature has no sample in them.
+        """Return the statistics of all batches so far; StatisticsError if there are none, or none with samples.
 
         Args:
-            with_samples: of the features alone that have one.
+            with_samples: leave out features without samples.
         """
         if not self.batches:
             raise StatisticsError("no batches: cannot take statistics of nothing")
-        wanted = {key: count for key, count in self._features.items() if count.has_samples or not with_samples}
-        return {key: count.statistics() for key, count in wanted.items()}
+        return {key: count.statistics() for key, count in self._features.items() if count.samples or not with_samples}
 
 
 class BatchSampler:
-    """Counts every n-th batch of one rank, in memory that does not grow with the batches, without any collective.
-    Batches on a CUDA device are copied beside what runs there, and counted once the copy has come.
+    """A counter of every n-th batch of one rank, without collectives.
+
+    A batch on a CUDA device is copied to the host asynchronously and counted once the copy is complete. Batches that
+    come while a copy is under way are skipped.
 
     Args:
-        every: batches from one that is counted to the next; the first one is.
+        every: counts the first batch of each group of so many.
 
     Raises:
         StatisticsError: ``every`` is no whole number from 1.
@@ -147,47 +164,46 @@ class BatchSampler:
             raise StatisticsError(f"every must be a whole number of batches from 1, got {every!r}")
         self.every, self.seen = every, 0
         self._counts = BatchCounts()
-        self._coming: deque[tuple[KeyedJaggedTensor, torch.cuda.Event]] = deque()
+        self._copy: tuple[KeyedJaggedTensor, torch.cuda.Event] | None = None
 
     @property
     def counted(self) -> int:
-        """Batches counted, without copies on their way."""
+        """Number of batches counted, without a copy under way."""
         return self._counts.batches
 
     def add(self, batch: KeyedJaggedTensor) -> None:
-        """Count one batch of this rank if it is its turn, on the stream that may read it.
-
-        Raises:
-            StatisticsError: it has other keys than the batches before.
-        """
+        """Count one batch if it is its turn, on the stream that may read it; StatisticsError if its keys differ."""
         self.seen += 1
-        if self._coming and self._coming[0][1].query():
-            self._counts.add(self._coming.popleft()[0])
-        if (self.seen - 1) % self.every or self._coming:  # the memory of one copy bounds that of all
+        if self._copy is not None and self._copy[1].query():
+            self._count_copy()
+        if (self.seen - 1) % self.every or self._copy is not None:
             return
         if not batch.values().is_cuda:
             self._counts.add(batch)
             return
         copy, done = _on_host(batch), torch.cuda.Event()
         done.record()
-        self._coming.append((copy, done))
+        self._copy = copy, done
+
+    def _count_copy(self) -> None:
+        if self._copy is not None:
+            copy, done = self._copy
+            done.synchronize()
+            self._copy = None
+            self._counts.add(copy)
 
     def statistics(self) -> dict[str, FeatureStatistics]:
-        """Return statistics of the batches counted so far, by feature; waits for copies on their way. Features that
-        have no sample in them, as on a rank without data, are left out.
+        """Return statistics by feature, without features that have no sample; waits for a copy under way.
 
         Raises:
             StatisticsError: there was no batch.
         """
-        while self._coming:
-            copy, done = self._coming.popleft()
-            done.synchronize()
-            self._counts.add(copy)
+        self._count_copy()
         return self._counts.statistics(with_samples=True)
 
 
 def _on_host(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """A copy in pinned memory, which is there once the stream has come so far; reads nothing of it."""
+    """Start a copy into pinned memory; it is complete when the current stream gets there."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     strides = batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None
@@ -196,8 +212,8 @@ def _on_host(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def in_smaller_batches(features: Mapping[str, FeatureStatistics]) -> list[str]:
-    """Those that were counted in clearly smaller batches than others of them, as where batches vary by feature."""
-    # A size of 1 is also that of pooling factors that nobody gave one with.
+    """Return features counted in batches smaller than the largest by more than :data:`SAME_BATCH`."""
+    # Statistics that are a pooling factor alone have batch size 1, which says nothing.
     sizes = {name: one.samples for name, one in features.items() if one.samples > 1 or one.reuse_histogram is not None}
     largest = max(sizes.values(), default=0)
     return [name for name, size in sizes.items() if largest > SAME_BATCH * size]
@@ -205,10 +221,10 @@ def in_smaller_batches(features: Mapping[str, FeatureStatistics]) -> list[str]:
 
 @neutral()
 def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStatistics:
-    """One feature's statistics of several sources, each counting by its batches.
+    """Return one feature's statistics over several sources, weighted by their batches.
 
     Raises:
-        StatisticsError: where their batch sizes differ: reuse belongs to one.
+        StatisticsError: batch sizes differ by more than :data:`SAME_BATCH`.
     """
     sizes = sorted({part.samples for part in parts})
     if sizes[-1] > SAME_BATCH * sizes[0]:
@@ -218,40 +234,7 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
         )
     if len(parts) == 1:
         return parts[0]
-    samples = [part.batches * part.samples for part in parts]
-    lookups = [part.pooling_factor * count for part, count in zip(parts, samples, strict=True)]
-    counted = [
-        (part.reuse_histogram, part.batches * _distinct(part))
-        for part, read in zip(parts, lookups, strict=True)
-        if part.reuse_histogram is not None and read > 0
-    ]
-    histogram = distinct = None
-    if counted:
-        total = sum(rows for _, rows in counted)
-        histogram = tuple(sum(bins[k] * rows for bins, rows in counted) / total for k in range(NUM_REUSE_BINS))
-        # Batches without a lookup have no distinct row; those that nothing is known of are like the others.
-        known = sum(part.batches for part, read in zip(parts, lookups, strict=True) if part.reuse_histogram or not read)
-        distinct = total / known
-    placed = [
-        (part.ids, read, part.batches * _distinct(part)) for part, read in zip(parts, lookups, strict=True) if read
-    ]
-    known_ids = [ids for ids, *_ in placed if ids is not None]
-    ids = None
-    if placed and len(known_ids) == len(placed):
-        ids = merge(known_ids, [read for _, read, _ in placed], [rows for *_, rows in placed])
-    batches = sum(part.batches for part in parts)
-    pooling_factor, batch_size = sum(lookups) / sum(samples), max(1, round(sum(samples) / batches))
-    if distinct is not None:
-        distinct = min(distinct, pooling_factor * batch_size)
-    weighted = any(part.weighted for part in parts)
-    return FeatureStatistics(pooling_factor, histogram, batch_size, distinct, ids, batches, weighted)
-
-
-def _distinct(part: FeatureStatistics) -> float:
-    """Distinct rows of one batch."""
-    lookups = part.lookups
-    if part.distinct_rows is not None:
-        return part.distinct_rows
-    if part.reuse_histogram is None or not lookups:
-        return lookups
-    return lookups / float(mean_reuse(torch.tensor([part.reuse_histogram])).clamp_min(1.0))
+    counts = FeatureCounts(name)
+    for part in parts:
+        counts.add_statistics(part)
+    return counts.statistics()

@@ -1,8 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Histograms over the range of ids: the lookups and distinct rows that each block of rows gets.
+"""Histograms over the range of ids: lookups and distinct rows of each block of rows.
 
-Row-wise sharding cuts a table into contiguous blocks. Where ids are sorted by frequency, as many pipelines make them,
-the first block has every hot row.
+Row-wise sharding cuts a table into contiguous blocks. With ids sorted by frequency, the first block has all hot rows.
 
 Shapes: P = 64 parts, 2 (lookups, distinct rows).
 """
@@ -10,12 +9,12 @@ Shapes: P = 64 parts, 2 (lookups, distinct rows).
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,19 +22,19 @@ from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.documents import STRICT
 
 PARTS = 64
-"""Equal parts of the range of ids, at most. Their width is a power of two, so that histograms add up exactly."""
+"""Most parts of the range of ids. Their width is a power of two, so that histograms add up exactly."""
 MAX_ID = 2**53
-"""Ids above are hashes, which managed collisions map to rows that nobody knows beforehand."""
+"""Ids from here on are hashes, whose rows are unknown."""
 _RARE = 1e-9
-"""Reads of a row in a batch below which it is read once or never."""
+"""Mean reads of a row per batch below which it is read once or never."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdHistogram:
-    """Shares of one feature's or table's lookups and distinct rows, by equal parts of its range of ids.
+    """Shares of a feature's or table's lookups and distinct rows, by equal parts of its range of ids.
 
-    A part has as many ids as the smallest power of two with which 64 parts reach ``end``. The last part stops at
-    ``end``. Inside a part all ids are taken to be alike.
+    A part has as many ids as the smallest power of two with which 64 parts reach ``end``, where the last one stops.
+    All ids of a part count as alike.
 
     Raises:
         StatisticsError: the numbers are no such shares.
@@ -67,7 +66,7 @@ class IdHistogram:
 
     @classmethod
     def of_counts(cls, id_R: Tensor, count_R: Tensor) -> IdHistogram | None:
-        """Return the histogram of one batch, or None if it has no id, or one that is no row of any table.
+        """Return the histogram of one batch, or None if it has no id or hashes.
 
         Args:
             id_R: distinct ids, ascending, int64.
@@ -101,14 +100,14 @@ class IdHistogram:
         return sum(shares[:part]) + shares[part] * ids / min(self.width, self.end - part * self.width)
 
     def rescaled(self, lookups: float, distinct: float | None, factor: float) -> IdHistogram:
-        """Return the histogram at another batch size: lookups fall where they did, distinct rows saturate.
+        """Return the histogram at another batch size: the same shares of lookups, while distinct rows saturate.
 
-        Rows of a part are taken to be read alike: a batch reads r (1 - exp(-n)) of r rows that are read n times on
-        average. Each part's n is that of its distinct rows, at most that of its lookups.
+        A batch reads r (1 - exp(-n)) of a part's r rows if each is read n times on average. This n follows from the
+        part's distinct rows, and is at most that of its lookups.
 
         Args:
-            lookups: of the batch that the histogram was taken at.
-            distinct: distinct rows of that batch; None: unknown.
+            lookups: lookups of the batch that the histogram was taken at.
+            distinct: distinct rows of that batch; None if unknown.
             factor: new batch size over old.
         """
         if factor == 1:
@@ -135,29 +134,19 @@ def merge(parts: Sequence[IdHistogram], lookups: Sequence[float], distinct: Sequ
 
 
 def of_document(document: Any) -> Any:
-    """Return a file's histogram of ids. Earlier files have 257 quantiles of lookups and of distinct rows instead."""
+    """Return a file's histogram; earlier files have 257 quantiles of lookups and of distinct rows instead."""
     if not isinstance(document, dict):
         return document
     if set(document) != {"lookups", "distinct"}:
         return {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
-    edges = {name: document[name] for name in ("lookups", "distinct")}
-    for name, ids in edges.items():
+    for name, ids in document.items():
         whole = isinstance(ids, list) and len(ids) > 1 and all(type(edge) is int for edge in ids)
         if not whole or not 0 <= ids[0] < ids[-1] <= MAX_ID or any(low > high for low, high in pairwise(ids)):
             raise ValueError(f"quantiles of {name} must be ids that ascend from 0 or more to less than 2^53")
-    end = max(ids[-1] for ids in edges.values())
+    end = max(ids[-1] for ids in document.values())
     points = [*range(0, end, _width(end)), end]
-    below = {name: [_share_below(ids, point) for point in points] for name, ids in edges.items()}
-    return {"end": end, **{name: tuple(high - low for low, high in pairwise(at)) for name, at in below.items()}}
-
-
-def _share_below(quantiles: Sequence[int], point: int) -> float:
-    """Share below one id, linear between quantiles."""
-    pieces = len(quantiles) - 1
-    piece = bisect_right(quantiles, point) - 1
-    if piece in (-1, pieces):
-        return float(piece > 0)
-    return (piece + (point - quantiles[piece]) / (quantiles[piece + 1] - quantiles[piece])) / pieces
+    below = {name: np.interp(points, ids, np.linspace(0, 1, len(ids))) for name, ids in document.items()}
+    return {"end": end, **{name: tuple(np.diff(shares).tolist()) for name, shares in below.items()}}
 
 
 def _of_amounts(end: int, amount_2P: Tensor) -> IdHistogram:

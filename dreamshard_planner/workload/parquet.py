@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Statistics of parquet files, streamed; the only module that needs pyarrow."""
+"""Count parquet files, one batch in memory at a time; the only module that needs pyarrow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def count_parquet(
     max_batches: int | None = None,
     progress: bool = False,
 ) -> dict[str, FeatureStatistics]:
-    """See ``TableStatistics.from_parquet``."""
+    """Count files, see :meth:`~dreamshard_planner.workload.statistics.TableStatistics.from_parquet`."""
     if batch_size < 1 or (max_batches is not None and max_batches < 1):
         raise StatisticsError(f"batch_size and max_batches must be at least 1, got {batch_size} and {max_batches}")
     files = [_opened(path) for path in _files(paths)]
@@ -71,7 +71,7 @@ def _opened(path: Path) -> tuple[Path, pq.ParquetFile]:
 
 
 def _columns(path: Path, file: pq.ParquetFile, features: Sequence[str] | Mapping[str, str] | None) -> dict[str, str]:
-    """Columns of features, by feature name, checked."""
+    """Return the columns of a file by feature name, checked."""
     schema = file.schema_arrow
     types = dict(zip(schema.names, schema.types, strict=True))
     if features is None:
@@ -91,8 +91,7 @@ def _columns(path: Path, file: pq.ParquetFile, features: Sequence[str] | Mapping
 
 
 def columns_left_out(paths: str | Path | Sequence[str | Path]) -> list[str]:
-    """Columns of the first file that hold one whole number each, which may be ids, labels or times; those are counted
-    only where they are named."""
+    """Return columns of the first file with one whole number per sample: ids, labels or times, counted if named."""
     _, file = _opened(_files(paths)[0])
     schema = file.schema_arrow
     return [name for name, kind in zip(schema.names, schema.types, strict=True) if pa.types.is_integer(kind)]
@@ -107,7 +106,7 @@ def _is_ids(kind: pa.DataType, lists_only: bool = False) -> bool:
 def _batches(
     files: Sequence[tuple[Path, pq.ParquetFile]], columns: Sequence[str], batch_size: int
 ) -> Iterator[pa.Table]:
-    """Batches of exactly this many rows, across row groups and files; a smaller one only where there is no other."""
+    """Yield batches of exactly this many rows, across row groups and files; a smaller one only if it is the first."""
     pending: list[pa.RecordBatch] = []
     rows = made = 0
     for path, file in files:
@@ -128,12 +127,12 @@ def _batches(
 
 
 def _ids(column: pa.ChunkedArray) -> torch.Tensor:
-    """All ids of a column, int64; null samples and null ids look nothing up."""
+    """Return all ids of a column, int64, without nulls."""
     parts = []
     for chunk in column.chunks:
         values = chunk.flatten() if any(is_list(chunk.type) for is_list in LISTS) else chunk
         parts.append(values.drop_null().to_numpy(zero_copy_only=False))
     flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
     if flat.dtype == np.uint64:
-        flat = flat.view(np.int64)  # hashes: what is 2^63 and more becomes negative, and is no row either way
+        flat = flat.view(np.int64)  # hashes from 2^63 become negative: no rows either way
     return torch.from_numpy(np.ascontiguousarray(flat, dtype=np.int64))

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Workload statistics per feature, taken from data or kept in a file."""
+"""Statistics of how features read their tables: from data, merged, compared, in files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from dreamshard_planner.support.files import read_json, write_whole
 from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.counting import BatchCounts, merge_features
-from dreamshard_planner.workload.id_histogram import IdHistogram
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 if TYPE_CHECKING:
@@ -28,32 +27,42 @@ if TYPE_CHECKING:
 
 SCHEMA = "dreamshard_planner.statistics/1"
 DRIFTED = 0.1
-"""A feature drifted where any of its changes is larger."""
+"""Change above which a feature drifted."""
 
 
 @dataclass(frozen=True)
 class FeatureDrift:
-    """How one feature changed. Each change is from 0 (none) up; None where it cannot be told."""
+    """Changes of one feature, from 0 (none) up; None if unknown."""
 
     name: str
     pooling_before: float
     pooling_after: float
     pooling_change: float
-    """Relative: 0.25 for a quarter more, or for as much less (from 5 to 4)."""
+    """Ratio of the larger to the smaller pooling factor, less 1: 0.25 from 4 to 5 and from 5 to 4."""
     reuse_change: float | None
-    """Share of the distinct rows that would have to change their bin, 0 to 1; None without histograms at one batch
-    size."""
+    """Share of the distinct rows that change their bin, 0 to 1; None unless both have a histogram at one batch size."""
     ids_change: float | None
-    """Largest difference between the shares of lookups that fall below any id, 0 to 1; None if unknown."""
+    """Kolmogorov-Smirnov distance of the lookups over the range of ids, 0 to 1."""
+
+    @classmethod
+    def of(cls, name: str, before: FeatureStatistics, after: FeatureStatistics) -> FeatureDrift:
+        """Compare two statistics of one feature."""
+        low, high = sorted((before.pooling_factor, after.pooling_factor))
+        reuse = ids = None
+        if before.reuse_histogram and after.reuse_histogram and before.batch_size == after.batch_size:
+            pairs = zip(before.reuse_histogram, after.reuse_histogram, strict=True)
+            reuse = sum(abs(one - other) for one, other in pairs) / 2
+        if before.ids and after.ids:
+            # Shares are linear between the ends of parts.
+            ends = {end for one in (before.ids, after.ids) for end in (*range(0, one.end, one.width), one.end)}
+            ids = max(abs(before.ids.shares(0, end)[0] - after.ids.shares(0, end)[0]) for end in ends)
+        pooling = 0.0 if low == high else math.inf if low == 0 else high / low - 1
+        return cls(name, before.pooling_factor, after.pooling_factor, pooling, reuse, ids)
 
     @property
     def largest(self) -> float:
-        """Of the changes."""
+        """Largest of the changes."""
         return max(self.pooling_change, self.reuse_change or 0.0, self.ids_change or 0.0)
-
-    @property
-    def drifted(self) -> bool:
-        return self.largest > DRIFTED
 
 
 @dataclass(frozen=True)
@@ -61,40 +70,40 @@ class Drift:
     """Changes between two statistics."""
 
     features: tuple[FeatureDrift, ...]
-    """Of both; most drifted first."""
+    """Features of both, most drifted first."""
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
 
     @property
     def drifted(self) -> tuple[FeatureDrift, ...]:
-        """Features that changed by more than :data:`DRIFTED` in any way."""
-        return tuple(feature for feature in self.features if feature.drifted)
+        """Features with a change above :data:`DRIFTED`."""
+        return tuple(feature for feature in self.features if feature.largest > DRIFTED)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return {**asdict(self), "drifted": [feature.name for feature in self.drifted]}
 
     def __str__(self) -> str:
         lines = [f"{len(self.drifted)} of {len(self.features)} features drifted (some change above {DRIFTED:.0%})."]
         lines += [f"Only before: {', '.join(self.only_before)}."] if self.only_before else []
         lines += [f"Only after: {', '.join(self.only_after)}."] if self.only_after else []
-        lines += [
-            f"{feature.name}: {feature.pooling_before:.3g} -> {feature.pooling_after:.3g} lookups per sample"
-            + ("" if feature.reuse_change is None else f", reuse {feature.reuse_change:.0%}")
-            + ("" if feature.ids_change is None else f", ids {feature.ids_change:.0%}")
-            for feature in self.drifted
-        ]
+        for feature in self.drifted:
+            changes = [("reuse", feature.reuse_change), ("ids", feature.ids_change)]
+            lines.append(
+                f"{feature.name}: {feature.pooling_before:.3g} -> {feature.pooling_after:.3g} lookups per sample"
+                + "".join(f", {kind} {change:.0%}" for kind, change in changes if change is not None)
+            )
         return "\n".join(lines)
 
 
 class TableStatistics(Mapping[str, FeatureStatistics]):
-    """How each feature reads its table: pooling factor, reuse histogram, and the batch size of both.
+    """Pooling factor, reuse and ids of each feature, by feature name.
 
     Args:
         features: by feature name.
 
     Raises:
-        StatisticsError: for values that cannot be (see :class:`FeatureStatistics`).
+        StatisticsError: a name is no string, or a value no :class:`FeatureStatistics`.
     """
 
     def __init__(self, features: Mapping[str, FeatureStatistics]) -> None:
@@ -125,27 +134,25 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         batches: Iterable[KeyedJaggedTensor | Batch] | KeyedJaggedTensor | Batch,
         keys: Sequence[str] | None = None,
     ) -> TableStatistics:
-        """Statistics over batches, each of about the local batch size.
+        """Count batches, each of about the local batch size, in memory that does not grow with their number.
 
-        Pooling factors are lookups over samples, distinct rows are averaged over batches, and so are histograms,
-        weighted by these. Features whose ids are hashes (negative, or 2^53 and more) have no histogram of ids. Memory
-        does not grow with the number of batches.
+        Pooling factors are lookups over samples. Distinct rows are averaged over batches, and histograms weighted by
+        them. Features whose ids are hashes (negative, or 2^53 and more) have no histogram of ids.
 
         Args:
-            batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, or what holds one in ``sparse_features`` as
-                ``torchrec.datasets.utils.Batch`` does; all with the same keys. A single one counts as one batch.
-            keys: features to look at; the others belong to modules that are not planned. Default: all.
+            batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, or objects with one in ``sparse_features``
+                such as ``torchrec.datasets.utils.Batch``; all with the same keys. A single one counts as one batch.
+            keys: features to count, without those of modules that are not planned. Default: all.
 
         Raises:
-            StatisticsError: where there is no batch, the keys differ between batches, ``keys`` has others, or a batch
-                is something else or has no data (meta and fake tensors).
+            StatisticsError: there is no batch, the keys differ between batches, ``keys`` has others, or a batch is
+                something else or has no data (meta and fake tensors).
         """
         if isinstance(keys, str):
             raise StatisticsError(f"keys must be a list of feature names, got the string {keys!r}")
         counts = BatchCounts(keys)
-        for position, element in enumerate(_elements(batches)):
-            with neutral():  # not around the loop: batches are made in the caller's state, random numbers and all
-                counts.add(_sparse_features(element, position))
+        for batch in _sparse_features(batches):
+            counts.add(batch)
         return cls(counts.statistics())
 
     @classmethod
@@ -157,20 +164,19 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         max_batches: int | None = None,
         progress: bool = False,
     ) -> TableStatistics:
-        """Statistics of parquet files, of which one batch is in memory at a time; needs pyarrow
-        (``pip install dreamshard_planner[parquet]``).
+        """Count parquet files, one batch in memory at a time; needs pyarrow (``dreamshard_planner[parquet]``).
 
         Args:
-            paths: files, or folders of ``.parquet`` files; taken in this order as one.
-            batch_size: samples (rows of a file) of a local batch. What fills none at the end is left out, unless it is
-                all there is.
-            features: columns to count, or columns by feature name where these differ: lists of whole numbers, or whole
-                numbers for one lookup per sample. Default: all that are lists of whole numbers.
+            paths: files, or folders of ``.parquet`` files; read in this order as one.
+            batch_size: samples (rows of a file) of a local batch. An incomplete batch at the end is left out, unless
+                it is the only one.
+            features: columns to count, or columns by feature name where these differ. A column holds lists of whole
+                numbers, or one whole number per sample. Default: all columns of lists of whole numbers.
             max_batches: stop after so many.
-            progress: a bar on stderr.
+            progress: show a bar on stderr.
 
         Raises:
-            StatisticsError: names the file, or the column, that can't be read as such.
+            StatisticsError: a file or column cannot be read; names it.
         """
         from dreamshard_planner.workload.parquet import count_parquet
 
@@ -178,11 +184,10 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
 
     @classmethod
     def merge(cls, statistics: Iterable[TableStatistics]) -> TableStatistics:
-        """One of several, of other days or other ranks. Each feature is averaged over those that have it, by the
-        batches that each has counted.
+        """Merge statistics of several days or ranks; each feature is averaged over its counted batches.
 
         Raises:
-            StatisticsError: where batch sizes differ by more than a quarter, since reuse belongs to one.
+            StatisticsError: batch sizes differ by more than a quarter, since reuse belongs to a batch size.
         """
         parts: dict[str, list[FeatureStatistics]] = {}
         for one in statistics:
@@ -191,14 +196,15 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         return cls({name: merge_features(name, features) for name, features in parts.items()})
 
     def all_gather(self, group: dist.ProcessGroup | None = None) -> TableStatistics:
-        """The statistics of all ranks merged, the same on each; a collective call. Ranks without data give
-        ``TableStatistics({})``.
+        """Merge the statistics of all ranks, on each of them; a collective call.
+
+        Ranks without data call it on ``TableStatistics({})``.
 
         Args:
             group: default: all ranks.
 
         Raises:
-            StatisticsError: on every rank, where they do not merge.
+            StatisticsError: on every rank, if they do not merge.
         """
         gathered: list[Any] = [None] * dist.get_world_size(group)
         with neutral():
@@ -206,8 +212,8 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         return TableStatistics.merge(gathered)
 
     def diff(self, after: TableStatistics) -> Drift:
-        """Return what changed since these statistics were taken, feature by feature."""
-        both = [_drift(name, known, after[name]) for name, known in self.items() if name in after]
+        """Compare with later statistics, feature by feature."""
+        both = [FeatureDrift.of(name, known, after[name]) for name, known in self.items() if name in after]
         return Drift(
             features=tuple(sorted(both, key=lambda feature: -feature.largest)),
             only_before=tuple(name for name in self if name not in after),
@@ -215,10 +221,10 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         )
 
     def unused(self, known: Iterable[str]) -> str | None:
-        """Features that are not among ``known``, in words with close matches; None where there are none.
+        """Tell which features are not among ``known``, with close matches; None if all are.
 
         Raises:
-            StatisticsError: none is; statistics of one file may serve several models, but not no model.
+            StatisticsError: none is: statistics of one file may serve several models, but must serve this one.
         """
         known = list(dict.fromkeys(known))
         unknown = [name for name in self if name not in set(known)]
@@ -230,13 +236,13 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         return text
 
     def to_json(self, path: str | Path) -> None:
-        """Write a file that :meth:`from_json` reads back without loss; FileError says why not."""
+        """Write a file that :meth:`from_json` reads back without loss; FileError if it cannot be written."""
         features = {name: asdict(feature) for name, feature in self.items()}
         write_whole(path, json.dumps({"schema": SCHEMA, "features": features}, indent=1))
 
     @classmethod
     def from_json(cls, path: str | Path) -> TableStatistics:
-        """Read a file; StatisticsError names the file, the feature and the reason."""
+        """Read a file; StatisticsError names the file, the feature and the mistake."""
         document = read_json(path, StatisticsError)
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
             raise StatisticsError(f"{path}: not a statistics file of schema {SCHEMA!r}")
@@ -245,61 +251,27 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
 
 @dataclass
 class _Document:
-    """Of a file."""
-
     __pydantic_config__: ClassVar = STRICT
     features: dict[str, FeatureStatistics]
 
 
-def _elements(batches: Any) -> Iterable[Any]:
-    """The batches, of which a single one is one; it can be indexed by feature, and would iterate as nonsense."""
+def _sparse_features(batches: Any) -> Iterator[KeyedJaggedTensor]:
+    """Yield the sparse features of each batch; a single batch, which would iterate by feature, is one."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     if isinstance(batches, KeyedJaggedTensor) or hasattr(batches, "sparse_features"):
-        return [batches]
+        batches = [batches]
     if isinstance(batches, (str, Mapping)) or not isinstance(batches, Iterable):
         raise StatisticsError(f"batches must be an iterable of KeyedJaggedTensor, got {type(batches).__name__}")
-    return batches
-
-
-def _sparse_features(element: Any, position: int) -> KeyedJaggedTensor:
-    """The sparse features of one batch."""
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    batch = getattr(element, "sparse_features", element)
-    if not isinstance(batch, KeyedJaggedTensor):
-        raise StatisticsError(
-            f"batch {position} must be a KeyedJaggedTensor or hold one in sparse_features, got "
-            f"{type(element).__name__}: give what holds one, such as (features for features, label in batches)"
-        )
-    if batch.values().is_meta or isinstance(batch.values(), FakeTensor):
-        raise StatisticsError(
-            f"batch {position}, of features {batch.keys()}, has no data: its values are a meta or fake tensor"
-        )
-    return batch
-
-
-def _drift(name: str, before: FeatureStatistics, after: FeatureStatistics) -> FeatureDrift:
-    reuse = None
-    if before.reuse_histogram and after.reuse_histogram and before.batch_size == after.batch_size:
-        pairs = zip(before.reuse_histogram, after.reuse_histogram, strict=True)
-        reuse = sum(abs(one - other) for one, other in pairs) / 2
-    return FeatureDrift(
-        name=name,
-        pooling_before=before.pooling_factor,
-        pooling_after=after.pooling_factor,
-        pooling_change=_relative(before.pooling_factor, after.pooling_factor),
-        reuse_change=reuse,
-        ids_change=None if before.ids is None or after.ids is None else _ids_change(before.ids, after.ids),
-    )
-
-
-def _relative(one: float, other: float) -> float:
-    low, high = sorted((one, other))
-    return 0.0 if low == high else math.inf if low == 0 else high / low - 1
-
-
-def _ids_change(before: IdHistogram, after: IdHistogram) -> float:
-    """Kolmogorov's distance: at the ends of both histograms' parts, since the shares are linear between them."""
-    points = {*range(0, before.end, before.width), before.end, *range(0, after.end, after.width), after.end}
-    return max(abs(before.shares(0, point)[0] - after.shares(0, point)[0]) for point in points)
+    for position, element in enumerate(batches):
+        batch = getattr(element, "sparse_features", element)
+        if not isinstance(batch, KeyedJaggedTensor):
+            raise StatisticsError(
+                f"batch {position} must be a KeyedJaggedTensor or hold one in sparse_features, got "
+                f"{type(element).__name__}: give what holds one, such as (features for features, label in batches)"
+            )
+        if batch.values().is_meta or isinstance(batch.values(), FakeTensor):
+            raise StatisticsError(
+                f"batch {position}, of features {batch.keys()}, has no data: its values are a meta or fake tensor"
+            )
+        yield batch

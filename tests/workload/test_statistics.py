@@ -1,23 +1,37 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Statistics from batches, in files, and refused."""
+"""Statistics counted in batches, in parquet files, while a job trains; merged, compared, in files, refused."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner.workload.counting import BatchSampler, _on_host
 from dreamshard_planner.workload.statistics import SCHEMA
+from tests.counted import batches_of, counted
+
+ONES = (1.0,) + (0.0,) * 16
 
 
 def batch(values: list[int], lengths: list[int]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["a", "b"], torch.tensor(values, dtype=torch.int64), lengths=torch.tensor(lengths))
+
+
+def uneven(values: list[int], lengths: list[int], samples: list[int]) -> KeyedJaggedTensor:
+    """A batch whose size differs by feature."""
+    strides = [[count] for count in samples]
+    given = torch.tensor(values), torch.tensor(lengths)
+    return KeyedJaggedTensor(["a", "b"], given[0], lengths=given[1], stride_per_key_per_rank=strides)
 
 
 def test_statistics_from_batches_by_hand() -> None:
@@ -29,14 +43,245 @@ def test_statistics_from_batches_by_hand() -> None:
     assert statistics["b"] == FeatureStatistics(0.0, None, 2)
 
 
-def test_features_of_other_modules_can_be_left_out() -> None:
-    batches = [batch([1, 2, 3], [1, 1, 0, 1])]
-    assert list(TableStatistics.from_batches(batches, keys=["b"])) == ["b"]
-    with pytest.raises(StatisticsError, match=r"the batches lack \['c'\]"):
-        TableStatistics.from_batches(batches, keys=["b", "c"])
+def test_batches_with_weights_and_with_a_stride_per_key() -> None:
+    statistics = TableStatistics.from_batches([uneven([1, 1, 2, 3, 4], [2, 1, 2], [2, 1])])
+    assert (statistics["a"].pooling_factor, statistics["a"].batch_size) == (1.5, 2)
+    assert (statistics["b"].pooling_factor, statistics["b"].batch_size) == (2.0, 1)
+    assert statistics["a"].reuse_histogram[:2] == (0.5, 0.5)
+    values, lengths = torch.tensor([1, 1, 2, 3, 4]), torch.tensor([2, 3])
+    weighted = KeyedJaggedTensor(["a"], values, weights=torch.rand(5), lengths=lengths)
+    plain = KeyedJaggedTensor(["a"], values, lengths=lengths)
+    (with_weights,), (without,) = (TableStatistics.from_batches([one]).values() for one in (weighted, plain))
+    assert with_weights.weighted and without == replace(with_weights, weighted=False)
 
 
-ONES = (1.0,) + (0.0,) * 16
+def test_batches_of_torchrec_and_a_single_one() -> None:
+    sparse = batch([1, 1, 2], [2, 1, 0, 0])
+    expected = dict(TableStatistics.from_batches([sparse]))
+    whole = Batch(dense_features=torch.zeros(2, 1), sparse_features=sparse, labels=torch.zeros(2))
+    for given in (sparse, whole, [whole], iter([sparse])):
+        assert dict(TableStatistics.from_batches(given)) == expected
+    assert list(TableStatistics.from_batches(sparse, keys=["b"])) == ["b"]
+
+
+ONE = batch([1], [1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("batches", "keys", "reason"),
+    [
+        ([], None, "no batches"),
+        (["a"], None, "batch 0 must be a KeyedJaggedTensor or hold one in sparse_features, got str"),
+        ([torch.zeros(3)], None, "batch 0 must be a KeyedJaggedTensor .* got Tensor"),
+        ("a", None, "batches must be an iterable of KeyedJaggedTensor, got str"),
+        (7, None, "batches must be an iterable of KeyedJaggedTensor, got int"),
+        ({"a": ONE}, None, "batches must be an iterable of KeyedJaggedTensor, got dict"),
+        ([ONE], "ab", "keys must be a list of feature names, got the string 'ab'"),
+        ([ONE], ["b", "c"], r"the batches lack \['c'\]"),
+        (
+            [ONE, KeyedJaggedTensor(["a", "c"], torch.tensor([1]), lengths=torch.tensor([1, 0]))],
+            None,
+            "batch 1 .*'b', 'c'",
+        ),
+        ([batch([], [])], None, "feature 'a': all batches are without samples"),
+        (
+            KeyedJaggedTensor(["f"], torch.tensor([0.5, 2.0]), lengths=torch.tensor([1, 1])),
+            None,
+            "feature 'f': ids must be whole numbers, got torch.float32",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_counted_are_refused(batches: object, keys: object, reason: str) -> None:
+    with pytest.raises(StatisticsError, match=reason):
+        TableStatistics.from_batches(batches, keys=keys)
+
+
+def drawn(samples: int, seed: int = 0, rows: int = 1000) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and ids, the low ids more often."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.poisson(3, samples)
+    return lengths, (rows * rng.random(lengths.sum()) ** 2).astype(np.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_ids_count_as_signed_ones(dtype: torch.dtype) -> None:
+    batch = KeyedJaggedTensor(["f"], torch.tensor([3, 3, 500]), lengths=torch.tensor([2, 1]))
+    unsigned = KeyedJaggedTensor(["f"], batch.values().to(dtype), lengths=torch.tensor([2, 1]))
+    assert dict(TableStatistics.from_batches(unsigned)) == dict(TableStatistics.from_batches(batch))
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [((16, 16, 16, 16, 3), 13), ((16, 0, 16), 16)])
+def test_batches_of_several_sizes_count_as_their_mean_and_empty_ones_not_at_all(
+    samples: tuple[int, ...], batch_size: int
+) -> None:
+    lookups = [np.full(count, 2) for count in samples]  # each row once in a batch
+    batches = [batches_of({"f": (length, np.arange(length.sum()))}, len(length) or 1) for length in lookups]
+    empty = KeyedJaggedTensor(["f"], torch.zeros(0, dtype=torch.long), lengths=torch.zeros(0, dtype=torch.long))
+    known = TableStatistics.from_batches([(batch or [empty])[0] for batch in batches])["f"]
+    assert (known.pooling_factor, known.batch_size) == (2.0, batch_size)
+    assert known.distinct_rows == 2.0 * batch_size and known.batches == sum(map(bool, samples))
+
+
+def test_parts_merge_to_the_whole() -> None:
+    lengths, ids = drawn(1600)
+    batches = batches_of({"f": (lengths, ids)}, 100)
+    whole = TableStatistics.from_batches(batches)["f"]
+    merged = TableStatistics.merge(map(TableStatistics.from_batches, (batches[:12], batches[12:])))["f"]
+    assert merged.pooling_factor == pytest.approx(whole.pooling_factor)
+    assert merged.distinct_rows == pytest.approx(whole.distinct_rows)
+    assert merged.reuse_histogram == pytest.approx(whole.reuse_histogram)
+    assert (merged.batch_size, merged.batches) == (100, 16)
+    for point in (10, 100, 500):
+        assert merged.ids.shares(0, point) == pytest.approx(whole.ids.shares(0, point))
+
+
+def test_features_merge_over_those_that_have_them() -> None:
+    one = TableStatistics({"a": FeatureStatistics(2.0, ONES, 8, 16.0), "b": FeatureStatistics(0.0, None, 8)})
+    other = TableStatistics({"a": FeatureStatistics(0.0, None, 8), "c": FeatureStatistics(1.0, ONES, 8, 8.0)})
+    merged = TableStatistics.merge([one, other])
+    assert merged["a"].pooling_factor == 1.0 and merged["a"].distinct_rows == 8.0
+    assert merged["b"] == one["b"] and merged["c"] == other["c"]
+    # Batches of unknown reuse count like the others; a histogram alone gives its distinct rows.
+    unknown = FeatureStatistics(4.0, None, 8), FeatureStatistics(2.0, (0.0, 1.0) + (0.0,) * 15, 8)
+    mixed = TableStatistics.merge([one, *(TableStatistics({"a": feature}) for feature in unknown)])["a"]
+    assert mixed.pooling_factor == pytest.approx(8 / 3) and mixed.reuse_histogram[:2] == pytest.approx((2 / 3, 1 / 3))
+    assert mixed.distinct_rows == pytest.approx((16 + 8) / 2) and mixed.batches == 3
+    with pytest.raises(StatisticsError, match="'a': statistics of batches of 8 and of 4,096 samples do not merge"):
+        TableStatistics.merge([one, TableStatistics({"a": FeatureStatistics(1.0, ONES, 4096, 4096.0)})])
+
+
+def parquet(path: Path, lengths: np.ndarray, ids: np.ndarray, row_group_size: int = 130) -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+    columns = {
+        "f": pa.ListArray.from_arrays(offsets, pa.array(ids)),
+        "user": pa.array(np.arange(len(lengths)) % 7),
+        "name": pa.array(["x"] * len(lengths)),
+        "score": pa.array(np.zeros(len(lengths))),
+    }
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def test_parquet_gives_what_its_batches_give_across_row_groups_and_files(tmp_path: Path) -> None:
+    lengths, ids = drawn(1050)
+    expected = dict(counted({"f": (lengths, ids)}, 100))
+    assert dict(TableStatistics.from_parquet(parquet(tmp_path / "all.parquet", lengths, ids), 100)) == expected
+    cut = int(lengths[:333].sum())
+    (tmp_path / "days").mkdir()
+    parquet(tmp_path / "days" / "0.parquet", lengths[:333], ids[:cut])
+    parquet(tmp_path / "days" / "1.parquet", lengths[333:], ids[cut:])
+    assert dict(TableStatistics.from_parquet(tmp_path / "days", 100)) == expected
+    few = TableStatistics.from_parquet(tmp_path / "days", 100, features={"g": "f", "user": "user"}, max_batches=2)
+    assert few["g"].batches == 2 and few["user"].pooling_factor == 1.0 and few["user"].distinct_rows == 7
+    assert TableStatistics.from_parquet(tmp_path / "days", 5000)["f"].batch_size == 1050
+
+
+def test_missing_values_look_nothing_up_and_hashes_are_no_rows(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    hashes = pa.array([[2**64 - 1]] * 3, type=pa.list_(pa.uint64()))
+    table = {"l": pa.array([[1, None, 1], None, []]), "n": pa.array([4, None, 4]), "h": hashes}
+    pq.write_table(pa.table(table), tmp_path / "x.parquet")
+    known = TableStatistics.from_parquet(tmp_path / "x.parquet", 3, features=["l", "n", "h"])
+    assert known["l"].pooling_factor == known["n"].pooling_factor == pytest.approx(2 / 3)
+    assert known["l"].distinct_rows == known["n"].distinct_rows == 1
+    assert known["h"].pooling_factor == 1.0 and known["h"].ids is None
+
+
+def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "x.parquet", *drawn(10))
+    for features, reason in (
+        (["g"], "x.parquet: has no column 'g'"),
+        (["name"], "column 'name' holds string"),
+        ("f", "some names of columns, got 'f'"),
+    ):
+        with pytest.raises(StatisticsError, match=reason):
+            TableStatistics.from_parquet(path, 5, features=features)
+    with pytest.raises(StatisticsError, match="no .parquet file in"):
+        TableStatistics.from_parquet([], 5)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(StatisticsError, match="x.parquet: no parquet file that can be read"):
+        TableStatistics.from_parquet(path, 5)
+
+
+def test_without_pyarrow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "dreamshard_planner.workload.parquet", raising=False)
+    with pytest.raises(StatisticsError, match=r"pip install 'dreamshard_planner\[parquet\]'"):
+        TableStatistics.from_parquet("x.parquet", 5)
+
+
+def test_drift_is_told_by_feature() -> None:
+    lengths, ids = drawn(1000)
+    before = counted({"f": (lengths, ids), "g": (lengths, ids), "h": (lengths, ids)}, 100)
+    after = counted({"f": (lengths, 999 - ids), "g": (lengths, ids), "i": (lengths, ids)}, 100)
+    found = before.diff(after)
+    assert [feature.name for feature in found.drifted] == ["f"] and found.features[1].largest == 0.0
+    drifted = found.features[0]
+    # Ids 1000 u^2 and what is left of 999: shares sqrt(x) and 1 - sqrt(1 - x) differ most in the middle.
+    assert drifted.ids_change == pytest.approx(2**0.5 - 1, abs=0.02) and drifted.pooling_change == 0
+    assert drifted.reuse_change == 0
+    assert (found.only_before, found.only_after) == (("h",), ("i",))
+    assert "1 of 2 features drifted" in str(found) and "f:" in str(found)
+    doubled = TableStatistics({"f": FeatureStatistics(2 * before["f"].pooling_factor)})
+    (change,) = before.diff(doubled).features
+    assert change.pooling_change == pytest.approx(1.0) and change.reuse_change is None and change.ids_change is None
+
+
+def batches(count: int, seed: int = 0, samples: int = 64, lookups: int = 5) -> list[KeyedJaggedTensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.full((2 * samples,), lookups)
+    ids = (torch.rand(count, 2 * samples * lookups, generator=generator) ** 3 * 2000).long()
+    return [KeyedJaggedTensor(["a", "b"], values, lengths=lengths) for values in ids]
+
+
+def sampled(given: list[KeyedJaggedTensor], **settings: object) -> BatchSampler:
+    sampler = BatchSampler(**settings)
+    for batch in given:
+        sampler.add(batch)
+    return sampler
+
+
+def test_every_nth_batch_is_counted_as_from_batches_counts() -> None:
+    given = batches(10)
+    sampler = sampled(given, every=4)
+    assert (sampler.seen, sampler.counted) == (10, 3)
+    expected = TableStatistics.from_batches([given[0], given[4], given[8]])
+    assert dict(sampler.statistics()) == dict(expected) and sampler.statistics()["a"].batches == 3
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 2.5, "3"])
+def test_samplers_refuse_what_is_no_number_of_batches(every: object) -> None:
+    with pytest.raises(StatisticsError, match="every must be a whole number of batches from 1"):
+        BatchSampler(every)
+
+
+def test_features_without_samples_are_left_out() -> None:
+    assert list(sampled([uneven([1, 1], [2], [1, 0])]).statistics()) == ["a"]
+    assert not sampled(batches(2, samples=0)).statistics()
+    with pytest.raises(StatisticsError, match="no batches"):
+        BatchSampler().statistics()
+
+
+def test_a_copy_keeps_batch_sizes_of_its_own_for_each_key() -> None:
+    given = uneven([1, 1, 2, 3, 4], [2, 1, 2], [2, 1])
+    expected = TableStatistics.from_batches([given])
+    assert dict(TableStatistics.from_batches([_on_host(given)])) == dict(expected)
+    assert dict(sampled([given]).statistics()) == dict(expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_on_a_device_are_counted_without_waiting() -> None:
+    given = batches(6)
+    sampler = BatchSampler(every=2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in [batch.to(torch.device("cuda"), non_blocking=True) for batch in given]:
+            sampler.add(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    statistics = sampler.statistics()
+    assert 1 <= sampler.counted <= 3 and statistics["a"].pooling_factor == 5
 
 
 @pytest.mark.parametrize(
@@ -58,47 +303,6 @@ def test_statistics_of_a_feature_that_cannot_be_are_refused(values: tuple, reaso
         FeatureStatistics(*values)
 
 
-def test_batches_with_weights_and_with_a_stride_per_key() -> None:
-    values, lengths = torch.tensor([1, 1, 2, 3, 4]), torch.tensor([2, 1, 2])
-    uneven = KeyedJaggedTensor(["a", "b"], values, lengths=lengths, stride_per_key_per_rank=[[2], [1]])
-    statistics = TableStatistics.from_batches([uneven])
-    assert (statistics["a"].pooling_factor, statistics["a"].batch_size) == (1.5, 2)
-    assert (statistics["b"].pooling_factor, statistics["b"].batch_size) == (2.0, 1)
-    assert statistics["a"].reuse_histogram[:2] == (0.5, 0.5)
-    weighted = KeyedJaggedTensor(["a"], values, weights=torch.rand(5), lengths=torch.tensor([2, 3]))
-    plain = KeyedJaggedTensor(["a"], values, lengths=torch.tensor([2, 3]))
-    (with_weights,), (without,) = (TableStatistics.from_batches([batch]).values() for batch in (weighted, plain))
-    assert with_weights.weighted and without == replace(with_weights, weighted=False)
-
-
-def test_batches_of_torchrec_and_a_single_one() -> None:
-    sparse = batch([1, 1, 2], [2, 1, 0, 0])
-    expected = dict(TableStatistics.from_batches([sparse]))
-    whole = Batch(dense_features=torch.zeros(2, 1), sparse_features=sparse, labels=torch.zeros(2))
-    for given in (sparse, whole, [whole], iter([sparse])):
-        assert dict(TableStatistics.from_batches(given)) == expected
-
-
-@pytest.mark.parametrize(
-    ("batches", "reason"),
-    [
-        (["a"], "batch 0 must be a KeyedJaggedTensor or hold one in sparse_features, got str"),
-        ([torch.zeros(3)], "batch 0 must be a KeyedJaggedTensor .* got Tensor"),
-        ("a", "batches must be an iterable of KeyedJaggedTensor, got str"),
-        (7, "batches must be an iterable of KeyedJaggedTensor, got int"),
-        ({"a": batch([1], [1, 0, 0, 0])}, "batches must be an iterable of KeyedJaggedTensor, got dict"),
-    ],
-)
-def test_batches_of_anything_else_are_refused(batches, reason: str) -> None:
-    with pytest.raises(StatisticsError, match=reason):
-        TableStatistics.from_batches(batches)
-
-
-def test_keys_are_a_list() -> None:
-    with pytest.raises(StatisticsError, match="keys must be a list of feature names, got the string 'ab'"):
-        TableStatistics.from_batches([batch([1], [1, 0, 0, 0])], keys="ab")
-
-
 @pytest.mark.parametrize(
     ("features", "reason"),
     [
@@ -112,26 +316,27 @@ def test_statistics_are_numbers_by_feature_name(features: object, reason: str) -
         TableStatistics(features)
 
 
-def test_statistics_refuse_what_cannot_be(tmp_path) -> None:
-    with pytest.raises(StatisticsError, match="no batches"):
-        TableStatistics.from_batches([])
-    other = KeyedJaggedTensor(["a", "c"], torch.tensor([1]), lengths=torch.tensor([1, 0]))
-    with pytest.raises(StatisticsError, match="batch 1 .*'b', 'c'"):
-        TableStatistics.from_batches([batch([1], [1, 0, 0, 0]), other])
+def test_statistics_of_other_features_come_with_close_matches() -> None:
     with pytest.raises(StatisticsError, match="did you mean 'user_id'"):
         TableStatistics({"user_ids": FeatureStatistics(1.0)}).unused(["user_id", "item"])
+
+
+def test_files_keep_every_digit_and_how_many_batches_were_counted(tmp_path: Path) -> None:
     path = tmp_path / "statistics.json"
-    statistics = TableStatistics(
-        {"a": FeatureStatistics(torch.tensor(1 / 3, dtype=torch.float64), ONES, 7, 2.1), "b": FeatureStatistics(0.0)}
-    )
+    third = FeatureStatistics(torch.tensor(1 / 3, dtype=torch.float64), ONES, 7, 2.1, batches=5)
+    statistics = TableStatistics({"a": third, "b": FeatureStatistics(0.0)})
     statistics.to_json(path)
-    assert dict(TableStatistics.from_json(path)) == dict(statistics)
+    read = TableStatistics.from_json(path)
+    assert dict(read) == dict(statistics) and read["a"].batches == 5
     path.write_text(path.read_text().replace("0.3333333333333333", "-1.0"))
     with pytest.raises(StatisticsError, match=r"statistics.json: features\.a"):
         TableStatistics.from_json(path)
     path.write_text(path.read_text()[:40])
     with pytest.raises(StatisticsError, match="truncated"):
         TableStatistics.from_json(path)
+    for gone, reason in ((tmp_path, "cannot be read"), (tmp_path / "gone.json", "gone.json: no such file")):
+        with pytest.raises(StatisticsError, match=reason):
+            TableStatistics.from_json(gone)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +365,3 @@ def test_damaged_files_are_refused_with_a_reason(tmp_path, document, reason: str
     path.write_text(json.dumps(document))
     with pytest.raises(StatisticsError, match=f"statistics.json.*{reason}"):
         TableStatistics.from_json(path)
-
-
-def test_unreadable_paths_are_refused(tmp_path) -> None:
-    with pytest.raises(StatisticsError, match="cannot be read"):
-        TableStatistics.from_json(tmp_path)
-    with pytest.raises(StatisticsError, match="gone.json: no such file"):
-        TableStatistics.from_json(tmp_path / "gone.json")
