@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from dreamshard_planner.observing.observer import observe as observe
     from dreamshard_planner.planner import DreamShardPlanner as DreamShardPlanner
     from dreamshard_planner.planning.explanation import Explanation as Explanation
+    from dreamshard_planner.planning.ranks import ShardingGroups as ShardingGroups
     from dreamshard_planner.plans.comparison import Comparison as Comparison
     from dreamshard_planner.plans.comparison import compare as compare
     from dreamshard_planner.plans.page import save_html as save_html
     from dreamshard_planner.plans.plan_file import SavedPlan as SavedPlan
     from dreamshard_planner.plans.replan import Replan as Replan
     from dreamshard_planner.plans.report import Report as Report
-    from dreamshard_planner.problem.sharding_groups import ShardingGroups as ShardingGroups
     from dreamshard_planner.search_space.placement_rules import PlacementRules as PlacementRules
     from dreamshard_planner.torchrec_components.model_parallel import (
         DistributedModelParallel as DistributedModelParallel,
@@ -68,7 +68,7 @@ _HOMES = {
     "Replan": "plans.replan",
     "Report": "plans.report",
     "SavedPlan": "plans.plan_file",
-    "ShardingGroups": "problem.sharding_groups",
+    "ShardingGroups": "planning.ranks",
     "StatisticsError": "errors",
     "TableStatistics": "workload.statistics",
     "TaskError": "errors",

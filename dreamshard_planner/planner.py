@@ -38,9 +38,11 @@ from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.explanation import Explanation
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
+from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings
 from dreamshard_planner.planning.plan_notes import lost_optimizers
 from dreamshard_planner.planning.ranks import (
     PlannedRanks,
+    ShardingGroups,
     check_ranks,
     gathered,
     plan_on_rank_0,
@@ -50,11 +52,9 @@ from dreamshard_planner.planning.ranks import (
 )
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.result import PlanResult
-from dreamshard_planner.planning.settings import DefaultReservation, PlannerSettings
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
-from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.effort import DEFAULT_EFFORT
 from dreamshard_planner.search_space.constraints import given_constraints
 from dreamshard_planner.search_space.placement_rules import PlacementRules

@@ -31,7 +31,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.context import PlanRater
-from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.options import EnumeratedOption

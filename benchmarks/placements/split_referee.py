@@ -113,7 +113,7 @@ class MeasuredShardings:
 
     def __init__(self, task: SplitTask, clock: SetClock) -> None:
         self._task, self._clock = task, clock
-        self._extra_ms_P = dense_ms(task.read.dense_elements_P, task.read.dense_passes_P, task.topology)
+        self._extra_ms_P = dense_ms(task.read.column("dense_elements"), task.read.column("dense_passes"), task.topology)
         self.set_ms: dict[PartSet, Tensor] = {}
 
     def sets_of(self, sharding: Sharding) -> list[list[PartSet]]:

@@ -24,8 +24,8 @@ from dreamshard_planner.support.files import brief, check_writable
 
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job
+    from dreamshard_planner.planning.ranks import ShardingGroups
     from dreamshard_planner.plans.plan_file import SavedPlan
-    from dreamshard_planner.problem.sharding_groups import ShardingGroups
     from dreamshard_planner.search_space.placement_rules import PlacementRules
     from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -314,7 +314,7 @@ class PlanningOptions:
             if self.sync_interval != 1:
                 raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
             return None
-        from dreamshard_planner.problem.sharding_groups import ShardingGroups
+        from dreamshard_planner.planning.ranks import ShardingGroups
 
         return ShardingGroups(size=self.sharding_group, sync_interval=self.sync_interval)
 

@@ -18,12 +18,11 @@ from dreamshard_planner.devices import GPUS, Machine, gpu_of
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
-from dreamshard_planner.planning.plan_inputs import topology_arguments
-from dreamshard_planner.planning.settings import PlannerSettings
+from dreamshard_planner.planning.plan_inputs import PlannerSettings, topology_arguments
+from dreamshard_planner.planning.ranks import ShardingGroups
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.replan import OnRequest, Replan
 from dreamshard_planner.plans.stale import stale_differences
-from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.files import brief
 from dreamshard_planner.support.fingerprint import digest

@@ -20,7 +20,7 @@ from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.allocated import AllocatedStorage
 from dreamshard_planner.problem.exchanges import Links
-from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.search_space.enumeration import (
@@ -187,7 +187,7 @@ class PlanRater:
         read = self.read(plan, with_storage=False)
         rank_X, part_X = read.problem.laid(read.sharding(plan))
         synced_D = torch.zeros(read.problem.num_ranks, dtype=torch.float64)
-        most = float(synced_D.index_add(0, rank_X, read.synced_bytes_P[part_X]).max())
+        most = float(synced_D.index_add(0, rank_X, read.column("synced_bytes")[part_X]).max())
         sync_ms = most * self.sync_ms_per_byte
         text = (
             f"the plan is for the ranks of one sharding group; averaging up to {size_in_words(int(most))} of a rank "

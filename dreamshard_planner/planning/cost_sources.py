@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Whose costs a plan is made by: the checkpoint's network, bandwidths, or the estimates that TorchRec's options bring.
+"""Cost sources of a plan: the checkpoint's network, bandwidths, or TorchRec's estimates.
 
 Shapes: P parts.
 """
@@ -23,7 +23,7 @@ from dreamshard_planner.devices import default_notes
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.report import ESTIMATE_PARTS
 from dreamshard_planner.problem.exchanges import Links
-from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of
@@ -32,7 +32,7 @@ from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import OPTIMIZERS
 
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
-"""Exchanges that cost nothing of their own."""
+"""An exchange that costs nothing of its own."""
 _QUANTIZED = (
     "the model has quantized tables, whose kernels were not measured: bandwidths give the costs of all its tables"
 )
@@ -40,25 +40,24 @@ _QUANTIZED = (
 
 @dataclass(frozen=True)
 class NetworkCosts:
-    """The checkpoint's network, where it has one for the device, else bandwidths; exchanges as the checkpoint measured
-    them, else over the topology's bandwidths."""
+    """Costs by the checkpoint's network and measured exchanges, else by the topology's bandwidths."""
 
     topology: Topology
     checkpoint: Checkpoint
     sync_ms_per_byte: float = 0.0
-    """Of averaging the replicas of other sharding groups."""
+    """Milliseconds per byte of averaging the replicas of other sharding groups."""
     all_ranks: Topology | None = None
-    """Of all sharding groups, in 2D parallelism."""
+    """Topology of all sharding groups, in 2D parallelism."""
     takes_estimates = False
-    """Whether costs are the perf that options come with."""
+    """Whether costs are the perf of the options."""
     uses_network = True
 
     def compute(self) -> ComputeCost:
-        """What sets of parts cost."""
+        """Return the cost of fused groups."""
         return self.checkpoint.compute_cost(self.topology)
 
     def links(self) -> Links:
-        """What exchanges cost. TorchRec has the gradients of data-parallel tables reduced by all ranks there are."""
+        """Return the cost of exchanges. All ranks of all groups reduce the gradients of data-parallel tables."""
         links = links_of(self.topology, self.checkpoint)
         if self.all_ranks is None:
             return links
@@ -67,33 +66,37 @@ class NetworkCosts:
         return replace(links, all_reduce=replace(all_reduce, shared_bytes_per_ms=shared))
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
-        """Return the cost of a problem's shardings. Bandwidths cost a problem that has quantized tables as a whole: no
-        network has learned these kernels, and costs of two sources do not compare."""
+        """Return the cost of a problem's shardings.
+
+        Bandwidths cost a problem with quantized tables as a whole. No network has learned their kernels, and costs of
+        two sources do not compare.
+        """
         problem = read.problem
         if bool(problem.features_PF[:, FEATURE_INDEX["served"]].any()):
             compute = RooflineCost.of_topology(self.topology)
         if isinstance(compute, AdjustedCost):
             compute = compute.needed_by(problem.features_PF)
-        sync_ms_P = read.synced_bytes_P * self.sync_ms_per_byte
-        extras = (read.dense_elements_P, read.ssd_bytes_P, sync_ms_P, read.is_estimated_P)
-        if not any(bool(extra_P.any()) for extra_P in extras):
+        dense_P, ssd_bytes_P = read.column("dense_elements"), read.column("ssd_bytes")
+        sync_ms_P = read.column("synced_bytes") * self.sync_ms_per_byte
+        estimated = [index for index, part in enumerate(read.parts) if part.is_estimated]
+        if not estimated and not any(bool(extra_P.any()) for extra_P in (dense_P, ssd_bytes_P, sync_ms_P)):
             return Cost(problem, compute)
-        dense_ms_P = dense_ms(read.dense_elements_P, read.dense_passes_P, self.topology)
+        dense_ms_P = dense_ms(dense_P, read.column("dense_passes"), self.topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
-        ssd_ms_P = read.ssd_bytes_P / self.topology.ssd_mem_bw
+        ssd_ms_P = ssd_bytes_P / self.topology.ssd_mem_bw
         adjusted = compute if isinstance(compute, AdjustedCost) else AdjustedCost(compute)
         latent_PH = adjusted.encode(problem.features_PF).double()
         # A rank waits for its replicas, and for no other rank of its group.
         latent_PH[:, adjusted.EXTRA_MS] = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
-        for part in read.is_estimated_P.nonzero()[:, 0].tolist():
-            perf = read.shard_P[part].perf
+        for part in estimated:
+            perf = read.parts[part].shard.perf
             price_ms = [perf.fwd_compute + perf.prefetch_compute, perf.bwd_compute]
             latent_PH[part] = 0.0
             latent_PH[part, adjusted.EXTRA_MS] = torch.tensor(price_ms, dtype=torch.float64)
         return Cost(problem, adjusted, latent_PH)
 
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
-        """What a reader of a plan's cost should know of where it came from."""
+        """Return notes on the sources of a plan's cost."""
         measured = not self.takes_estimates and _measured(self.topology, self.checkpoint).keys() >= {*OPERATIONS}
         uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
         quantized = self.uses_network and any(serves(option.compute_kernel) for option in plan)
@@ -107,7 +110,7 @@ class NetworkCosts:
         )
 
     def _unknown(self, uses_network: bool) -> Collection[str]:
-        """Optimizers that the costs do not tell from row-wise Adagrad."""
+        """Return the optimizers that are costed as row-wise Adagrad."""
         if self.takes_estimates:
             return ()
         network = self.checkpoint.cost if uses_network else None
@@ -117,34 +120,34 @@ class NetworkCosts:
 
 
 class BandwidthCosts(NetworkCosts):
-    """Bandwidths, even where there is a network."""
+    """Costs by bandwidths, even if there is a network."""
 
     uses_network = False
 
     def compute(self) -> ComputeCost:
-        """Rooflines of the topology."""
+        """Return rooflines of the topology."""
         return RooflineCost.of_topology(self.topology)
 
 
 class TorchRecCosts(NetworkCosts):
-    """The perf of the options, by whatever estimator: compute and exchanges in one."""
+    """The perf of the options, by any estimator: compute and exchanges in one."""
 
     takes_estimates = True
     uses_network = False
 
     def compute(self) -> ComputeCost:
-        """The estimates, added up."""
+        """Return the sum of estimates."""
         return GivenCost(CostSource("torchrec", "TorchRec's estimates, nothing measured"))
 
     def links(self) -> Links:
-        """None of their own, of lookups none at all."""
+        """Return free exchanges, and none of lookups."""
         return Links(*[FREE] * (len(fields(Links)) - len(LOOKUPS)))
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
-        """Forward is everything but the backward."""
-        perfs = [shard.perf for shard in read.shard_P]
+        """Return the sum of estimates; the forward is everything but the backward."""
+        perfs = [part.shard.perf for part in read.parts]
         backward = [perf.bwd_compute + perf.bwd_comms for perf in perfs]
-        sync_ms_P = (read.synced_bytes_P * self.sync_ms_per_byte).tolist()
+        sync_ms_P = (read.column("synced_bytes") * self.sync_ms_per_byte).tolist()
         latents = [
             [1.0, perf.total - later, later + sync]
             for perf, later, sync in zip(perfs, backward, sync_ms_P, strict=True)
@@ -175,13 +178,13 @@ def _estimate_parts(plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
 
 
 COST_SOURCES = {"auto": NetworkCosts, "roofline": BandwidthCosts, "torchrec": TorchRecCosts}
-"""By the name that users give."""
+"""Cost sources by the name that users give."""
 
 
 def _costed_optimizers(
     plan: Sequence[ShardingOption], reader: OptionReader, topology: Topology, unknown: Container[str]
 ) -> tuple[str, ...]:
-    """A sentence on tables whose optimizer is ``unknown`` to the costs, where there are some."""
+    """Return a sentence on tables whose optimizer is ``unknown`` to the costs, if there are any."""
     optimizers = {fqn_of(option): reader.table(option, topology).optimizer for option in plan}
     others = {name: optimizer for name, optimizer in optimizers.items() if optimizer in unknown}
     if not others:
@@ -193,8 +196,10 @@ def _costed_optimizers(
 
 
 def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
-    """Exchanges as the checkpoint measured them, for ranks of as many hosts of that kind; else over the topology's
-    bandwidths. What was measured before lookups were says nothing of these."""
+    """Return exchanges as the checkpoint measured them on as many hosts, else over the topology's bandwidths.
+
+    Measurements without lookups leave the exchange of lookups out.
+    """
     given = Interconnect.of(topology)
     measured = _measured(topology, checkpoint)
     counted = not measured or "lookups" in checkpoint.metadata["collectives"]["fits"]
@@ -223,8 +228,8 @@ def _uncounted_lookups(checkpoint: Checkpoint) -> str:
 
 
 def _measured(topology: Topology, checkpoint: Checkpoint) -> dict[str, CollectiveModel]:
-    """Exchanges between all ranks as the checkpoint measured them, by operation; none where it did not, or elsewhere.
-    What one host does says nothing of two, nor two of three."""
+    """Return exchanges between all ranks as the checkpoint measured them, by operation; empty for another device or
+    number of hosts."""
     measured = checkpoint.metadata.get("collectives")
     if measured is None or measured["hardware"]["device"] != topology.compute_device:
         return {}

@@ -15,7 +15,7 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.kernels import FUSED, sharding_in_words
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option

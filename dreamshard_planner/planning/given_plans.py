@@ -27,7 +27,7 @@ from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
 from dreamshard_planner.plans.report import Report
-from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, is_known
 from dreamshard_planner.search_space.options import (
     by_table,

@@ -28,11 +28,10 @@ from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.exact_training import WiderSpace, opened_types
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated, shardings
-from dreamshard_planner.planning.plan_inputs import context_digest, plan_inputs
+from dreamshard_planner.planning.plan_inputs import PlannerSettings, context_digest, plan_inputs
 from dreamshard_planner.planning.plan_notes import assumptions, knows_lookups
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.search_plan import SearchedPlan
-from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plans.report import Report

@@ -1,34 +1,143 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What plans are made from, settings and the options of a model: in plain values for a file, and as one digest."""
+"""Inputs of plans: the planner's settings, and all inputs of a model as plain values for a file and as one digest."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
+from numbers import Integral
 from operator import attrgetter
 from typing import Any
 
-from torchrec.distributed.planner.constants import BWD_COMPUTE_MULTIPLIER, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER
+from torch import nn
+from torchrec.distributed.planner.constants import (
+    BATCH_SIZE,
+    BWD_COMPUTE_MULTIPLIER,
+    WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
+)
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
     CollectiveType,
     GeneralizedCommsBandwidth,
+    ParameterConstraints,
     ShardingOption,
     StorageReservation,
     Topology,
 )
+from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.devices import UNKNOWN_CARD, cards_of
 from dreamshard_planner.errors import PlanError
-from dreamshard_planner.planning.ranks import PlannedRanks
-from dreamshard_planner.planning.settings import PlannerSettings
+from dreamshard_planner.planning.cost_sources import COST_SOURCES
+from dreamshard_planner.planning.ranks import PlannedRanks, ShardingGroups
 from dreamshard_planner.plans.plan_file import BANDWIDTHS, GroupsInputs, PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.effort import DEFAULT_EFFORT
+from dreamshard_planner.search.effort import DEFAULT_EFFORT, DEFAULT_SEARCH, EFFORTS, SearchConfig
+from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.options import fqn_of
+from dreamshard_planner.search_space.placement_rules import PlacementRules
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.fingerprint import canonical, digest
+from dreamshard_planner.torchrec_components.compat import dense_tensor_bytes, set_dense_tensor_bytes
+from dreamshard_planner.workload.statistics import TableStatistics
+
+RESERVED_SHARE = 0.15
+"""Share of device memory that TorchRec's planner reserves by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerSettings:
+    """Arguments of :class:`~dreamshard_planner.planner.DreamShardPlanner`, which explains them.
+
+    Raises:
+        ValueError, TypeError: an argument is impossible.
+    """
+
+    given_batch_size: int | None = None
+    """Local batch size; None for TorchRec's default."""
+    constraints: dict[str, ParameterConstraints] | None = None
+    timeout_seconds: float | None = None
+    """TorchRec's cap on planning."""
+    statistics: TableStatistics | None = None
+    seed: int = 0
+    effort: str = DEFAULT_EFFORT
+    search_seconds: float | None = None
+    sharding_types: Sequence[str] | None = None
+    exact_training: bool = True
+    optimizers_attached: bool = False
+    cost_source: str = "auto"
+    placement_rules: PlacementRules | None = None
+    sharding_groups: ShardingGroups | None = None
+    least_gain: float | None = None
+
+    def __post_init__(self) -> None:
+        types = {"statistics": TableStatistics, "placement_rules": PlacementRules, "sharding_groups": ShardingGroups}
+        for name, kind in types.items():
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise TypeError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
+        given = self.given_batch_size
+        if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < 1):
+            raise ValueError(f"batch_size must be a whole number above 0, got {given!r}")
+        if self.least_gain is not None and not 0 <= self.least_gain < 1:
+            raise ValueError(f"least_gain must be a share from 0 to below 1, or None, got {self.least_gain!r}")
+        if self.search_seconds is not None and not self.search_seconds > 0:
+            raise ValueError(f"search_seconds must be positive, got {self.search_seconds}")
+        if self.sharding_types is not None and (
+            isinstance(self.sharding_types, str)
+            or not self.sharding_types
+            or not all(kind in SHARDING_TYPES for kind in self.sharding_types)
+        ):
+            raise ValueError(f"sharding_types must be some of {', '.join(SHARDING_TYPES)}, got {self.sharding_types!r}")
+        for name, known in (("effort", EFFORTS), ("cost_source", COST_SOURCES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        object.__setattr__(self, "seed", checked_seed(self.seed))
+
+    @property
+    def batch_size(self) -> int:
+        """Local batch size."""
+        return self.given_batch_size or BATCH_SIZE
+
+    @property
+    def seconds(self) -> float | None:
+        """Cap on the search, the shorter of ``search_seconds`` and ``timeout_seconds``; None for no cap."""
+        return min(filter(None, (self.search_seconds, self.timeout_seconds)), default=None)
+
+    @property
+    def search(self) -> SearchConfig:
+        """Counts of candidates of the search."""
+        return DEFAULT_SEARCH.times(self.candidates)
+
+    @property
+    def candidates(self) -> float:
+        """Candidates of each part of planning, as a multiple of the default's."""
+        return EFFORTS[self.effort]
+
+
+class DefaultReservation(HeuristicalStorageReservation):
+    """TorchRec's default reservation, with the size of the dense layers that TorchRec's warning asks for."""
+
+    def __init__(self, percentage: float = RESERVED_SHARE) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # comes even with a dense_tensor_estimate
+            super().__init__(percentage)
+
+    def reserve(
+        self,
+        topology: Topology,
+        batch_size: int,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        constraints: Any = None,
+    ) -> Topology:
+        """See ``StorageReservation.reserve``."""
+        dense_bytes = dense_tensor_bytes(self, module, sharders, batch_size, constraints)
+        set_dense_tensor_bytes(self, max(1, dense_bytes))  # 0 would mean that none is given
+        return super().reserve(topology, batch_size, module, sharders, constraints)
 
 
 def plan_inputs(
@@ -38,15 +147,7 @@ def plan_inputs(
     reader: OptionReader,
     reservation: StorageReservation,
 ) -> PlanInputs:
-    """Return what plans of a model are made from, for a file.
-
-    Args:
-        settings: of the planner.
-        ranks: that are planned for.
-        search_space: all options of all tables.
-        reader: of options.
-        reservation: of memory.
-    """
+    """Return the inputs of a model's plans, for a file; ``search_space`` has all options of all tables."""
     tables, checkpoint = {fqn_of(option): option for option in search_space}, ranks.checkpoint
     names = {option.name for option in search_space}
     given = {name: one for name, one in (settings.constraints or {}).items() if name in names}
@@ -81,13 +182,13 @@ def plan_inputs(
 def context_digest(
     inputs: PlanInputs, search_space: Sequence[ShardingOption], left: Topology, parts: Iterable[object]
 ) -> str:
-    """Return the digest of all that plans of a model are made from, in hexadecimal, the same in every process.
+    """Return the digest of a plan's inputs, in hexadecimal, the same in every process.
 
     Args:
         inputs: of :func:`plan_inputs`.
         search_space: all options of all tables.
-        left: what the storage reservation left.
-        parts: all else that plans depend on; of components their types.
+        left: topology with the memory that the storage reservation left.
+        parts: further inputs; of components their types.
     """
     options = [
         [
@@ -106,14 +207,13 @@ MULTIPLIERS = {
     "weighted_feature_bwd_compute_multiplier": WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
     "uneven_sharding_perf_multiplier": 1.0,
 }
-"""Factors of TorchRec's estimates and their defaults, by argument of its ``Topology``."""
+"""Defaults of the factors in TorchRec's estimates, by argument of its ``Topology``."""
 
 
 def topology_inputs(
     topology: Topology, all_ranks: Topology | None = None, groups: GroupsInputs | None = None
 ) -> TopologyInputs:
-    """Return all of a topology that a plan or its cost depends on. Plan files, the check for stale plans, and digests
-    read topologies here alone; :func:`topology_arguments` is the way back.
+    """Return everything of a topology that a plan or its cost depends on; :func:`topology_arguments` is the way back.
 
     Args:
         topology: of one sharding group.
@@ -141,7 +241,7 @@ def topology_inputs(
 
 
 def topology_arguments(inputs: TopologyInputs) -> dict[str, Any]:
-    """Return arguments of :func:`~dreamshard_planner.devices.make_topology`: all but ranks, cards and memory."""
+    """Return the arguments of :func:`~dreamshard_planner.devices.make_topology`, except ranks, cards and memory."""
     arguments: dict[str, Any] = {BANDWIDTHS[name].rpartition(".")[2]: rate for name, rate in inputs.bandwidths.items()}
     if inputs.pod_size > 1:
         arguments["pod_size"] = inputs.pod_size
@@ -151,13 +251,13 @@ def topology_arguments(inputs: TopologyInputs) -> dict[str, Any]:
 
 
 class SavedBandwidths(GeneralizedCommsBandwidth):
-    """The bandwidths of collectives that a plan's file tells."""
+    """Bandwidths of collectives from a plan's file."""
 
     def __init__(self, inputs: TopologyInputs) -> None:
         self._known = inputs
 
     def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
-        """Return bytes per millisecond; PlanError if the file has none of this collective."""
+        """Return bytes per millisecond; raise PlanError if the file has none for this collective."""
         name = _collective(collective_type, world_size, local_world_size)
         if name not in self._known.collective_bandwidths:
             raise PlanError(
@@ -193,7 +293,7 @@ def _collective(kind: CollectiveType, ranks: int, on_host: int) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: dataclasses by what is not default, enums by name, all else as canonical text."""
+    """Return a value for JSON: dataclasses without defaults, enums by name, other objects as canonical text."""
     if value is None or isinstance(value, str | bool | int | float) and not isinstance(value, Enum):
         return value
     if isinstance(value, Enum):
@@ -208,7 +308,7 @@ def plain(value: Any) -> Any:
 
 
 def _changed(value: Any) -> dict[str, Any]:
-    """Attributes of a dataclass that are not at their default."""
+    """Return the attributes of a dataclass that are not at their default."""
     return {
         field.name: plain(given) for field in fields(value) if (given := getattr(value, field.name)) != _default(field)
     }

@@ -1,9 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The ranks that a plan is for: their hardware, which is the default of a planner without ``topology``, their sharding
-groups, and one plan for all of them."""
+"""The ranks that a plan is for: their hardware, their sharding groups, and one plan for all of them."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torchrec.distributed.comm import get_local_size, get_topology_domain_multiple
-from torchrec.distributed.planner.types import PlannerError, Topology
+from torchrec.distributed.planner.types import DeviceHardware, PlannerError, Storage, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner import driver
@@ -22,9 +22,9 @@ from dreamshard_planner.driver import Card
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.measure.ranks import Ranks
-from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.support.formatting import gb_per_s
 from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.torchrec_components.compat import resize_topology
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,78 @@ def _sizes(sizes_bytes: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardingGroups:
+    """Sharding groups of ranks, the arguments of TorchRec's ``DMPCollection`` (2D parallelism).
+
+    Every group holds all tables, sharded over its ranks. Replicas are averaged every few batches. A plan is for the
+    ranks of one group; all groups follow it.
+    """
+
+    size: int
+    """Ranks per group (``sharding_group_size``)."""
+    sync_interval: int = 1
+    """Batches from one averaging of the replicas to the next (``dmp_collection_sync_interval_batches``)."""
+    use_inter_host_allreduce: bool = False
+    """Whether consecutive ranks form a group. By default a group takes every n-th rank, and consecutive ranks hold the
+    replicas of a shard."""
+
+    def __post_init__(self) -> None:
+        for name in ("size", "sync_interval"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} of sharding groups must be a whole number above 0, got {value!r}")
+
+    def replicas(self, world: Topology) -> int:
+        """Return the number of groups, which is the number of replicas of each shard.
+
+        Raises:
+            DreamShardError: the ranks are no whole number of groups.
+        """
+        if world.world_size % self.size:
+            raise DreamShardError(
+                f"the topology's {world.world_size} ranks are no whole number of sharding groups of {self.size}: give "
+                "the ranks of all groups together as world_size, and groups of a size that divides them"
+            )
+        return world.world_size // self.size
+
+    def topology(self, world: Topology) -> Topology:
+        """Return the topology of one group, each rank with the memory of its smallest replica."""
+        replicas = self.replicas(world)
+        one = copy.deepcopy(world)
+        step, stride = (1, self.size) if self.use_inter_host_allreduce else (replicas, 1)
+        storages = [
+            [world.devices[place * step + replica * stride].storage for replica in range(replicas)]
+            for place in range(self.size)
+        ]
+        devices = [
+            DeviceHardware(
+                rank=place,
+                storage=Storage(*(min(getattr(s, kind) for s in alike) for kind in ("hbm", "ddr", "ssd"))),
+                perf=world.devices[0].perf,
+            )
+            for place, alike in enumerate(storages)
+        ]
+        local, host = (
+            min(self.size, max(1, ranks if self.use_inter_host_allreduce else ranks // replicas))
+            for ranks in (world.local_world_size, world.intra_group_size)
+        )
+        resize_topology(one, self.size, local, host, devices)
+        return one
+
+    def sync_ms_per_byte(self, world: Topology) -> float:
+        """Return the milliseconds per batch of averaging one byte of a rank's shards with its replicas.
+
+        An all-reduce takes them, within a host if all replicas of a shard are on one.
+        """
+        replicas, host = self.replicas(world), world.intra_group_size
+        reach = self.size * (replicas - 1) + 1 if self.use_inter_host_allreduce else replicas
+        bandwidths = world.comms_bandwidths
+        inside = host % reach == 0 or world.world_size <= host
+        bytes_per_ms = bandwidths.intra_host_bw if inside else bandwidths.inter_host_bw
+        return 2 * (replicas - 1) / replicas / bytes_per_ms / self.sync_interval
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedRanks:
     """The ranks that a plan is for, and what is known of them."""
 
@@ -236,16 +308,16 @@ def _elsewhere(error: BaseException) -> Exception:
 
 
 def check_ranks(planned: int, all_ranks: Topology | None, ranks: int, in_groups: bool) -> None:
-    """Whether a plan serves a process group.
+    """Check that a plan serves a process group.
 
     Args:
-        planned: ranks that the plan is for.
-        all_ranks: of all sharding groups; None where nobody spoke of any.
-        ranks: of the process group.
+        planned: number of ranks that the plan is for.
+        all_ranks: topology of all sharding groups; None without ``sharding_groups``.
+        ranks: number of ranks in the process group.
         in_groups: whether these may form several sharding groups.
 
     Raises:
-        DreamShardError: where not; says what would help.
+        DreamShardError: the plan is for other ranks.
     """
     if not in_groups and planned != ranks:
         raise DreamShardError(

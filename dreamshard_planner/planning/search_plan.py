@@ -19,7 +19,7 @@ from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.policy.network import Policy, policy_starts
-from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.effort import NO_DEADLINE, Deadline, SearchConfig
 from dreamshard_planner.search.heuristics import heuristic_placements
 from dreamshard_planner.search.laying import lay_wide

@@ -1,6 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Memory that kernels allocate. TorchRec's estimate of storage misses some of it: row-wise optimizer states of tables
-in unified memory, states in fp32 beside weights in fp16, caches of key-value stores, gradients of replicas."""
+"""Memory that kernels allocate beyond TorchRec's estimate of storage.
+
+The estimate misses row-wise optimizer states of tables in unified memory, states in fp32 beside weights in fp16, caches
+of key-value stores, and gradients of replicas.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,20 @@ from dreamshard_planner.workload.tables import OPTIMIZERS, Table
 CACHE_SET_ROWS = 32
 """Rows of one set of a cache: FBGEMM's caches have whole sets."""
 SLOT_BYTES = 16
-"""Id and time of use of one cached row, of 8 bytes each."""
+"""Id and time of use of one cached row, 8 bytes each."""
 EVICTED_BYTES = 12
-"""Id and slot of one row on its way to a key-value store, of 8 and 4 bytes."""
+"""Id and slot of one row on its way to a key-value store, 8 and 4 bytes."""
 _STATE_BYTES = 4
 """Bytes of one optimizer state, fp32 beside weights of any type."""
 _PRECISION_BYTES = {"FP32": 4, "FP16": 2, "NFP8": 2}
 _ROW_COUNTERS = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
-"""Values per row that modes of weight decay add to row-wise Adagrad."""
+"""Values per row that row-wise Adagrad keeps for modes of weight decay."""
 
 
 class AllocatedStorage(ShardEstimator):
-    """Estimates storage as TorchRec does, but no lower than the kernels allocate.
+    """Estimates storage as TorchRec does, plus the memory that kernels allocate beyond TorchRec's count.
 
-    TorchRec's estimate without lookups is its count of allocated memory. The shortfall of that count is added.
+    TorchRec's estimate without lookups is its count of allocated memory.
 
     Args:
         estimator: TorchRec's estimator of storage.
@@ -44,7 +47,7 @@ class AllocatedStorage(ShardEstimator):
         self._estimator, self._reader, self._topology = estimator, reader, topology
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        """Set the storage of every shard; raises what TorchRec's estimator raises."""
+        """Set the storage of every shard."""
         self._estimator.estimate(sharding_options, *args, **kwargs)
         estimates = [[shard.storage for shard, _ in counted(option)] for option in sharding_options]
         lengths = [option.input_lengths for option in sharding_options]

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Which collectives carry the lookups of a shard and its output, and how many bytes."""
+"""Collectives that carry the lookups of a shard and its output, with their bytes."""
 
 from __future__ import annotations
 
@@ -20,36 +20,34 @@ from dreamshard_planner.search_space.sharding_types import THROUGH_HOSTS, Shardi
 from dreamshard_planner.workload.tables import INDEX_BYTES, Workload
 
 ORDERED_ID, ORDERED_BAG = 0.2, 1.0
-"""What an id, and a bag in a block, take to be brought into another order, over sorting an id into a block. Processor
-time of TorchRec's own on a Xeon, 4 to 96 features, 1 to 100 lookups, 2 and 4 blocks: 1.5 ns an id, 7 to 15 ns a bag,
-and 8.4 ns."""
+"""Time to reorder an id, and a bag in a block, over the time to sort an id into a block. TorchRec's processor time on a
+Xeon with 4 to 96 features, 1 to 100 lookups, 2 and 4 blocks: 1.5 ns an id, 7 to 15 ns a bag, and 8.4 ns."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Models of the exchanges that a topology has room for, between all ranks where nothing else is said."""
+    """Models of a topology's exchanges, between all ranks unless a field says otherwise."""
 
     all_to_all: CollectiveModel
     reduce_scatter: CollectiveModel
     all_gather: CollectiveModel
     all_reduce: CollectiveModel
-    """In 2D parallelism of all sharding groups; an n-th of the tensor counts as what a rank sends to
-    each peer."""
+    """Between the ranks of all sharding groups; a rank counts as sending an n-th of the tensor to each peer."""
     host_reduce_scatter: CollectiveModel
     """Between the ranks of one host."""
     host_all_gather: CollectiveModel
-    """The same."""
+    """Between the ranks of one host."""
     across: CollectiveModel
     """An all-to-all between the ranks of the same place on every host."""
     all_to_one: CollectiveModel
-    """From all ranks to one, of what all of them send together."""
+    """From all ranks to one, by the bytes of all ranks together."""
     lookups: CollectiveModel | None = None
-    """Of lengths, ids and weights between all ranks, with all that TorchRec does to them there; None: not counted."""
+    """Exchange of lengths, ids and weights, with TorchRec's work on them; None: not counted."""
     bucketing: CollectiveModel | None = None
-    """Of sorting a rank's own ids into blocks of rows before, by the bytes of the ids; None: not counted."""
+    """Sorting of a rank's own ids into row blocks, by the bytes of the ids; None: not counted."""
 
     def model(self, operation: str | None, over: str) -> CollectiveModel | None:
-        """Of an exchange of a sharding type; None where there is none."""
+        """Return the model of a sharding type's exchange; None without an operation."""
         if operation is None:
             return None
         fields = {"world": operation, "host": f"host_{operation}", "across": "across"}
@@ -60,8 +58,15 @@ class Links:
 def exchanges_of(
     option: ShardingOption, workload: Workload, topology: Topology, links: Links, element_bytes: float
 ) -> Iterable[tuple[Collective, float]]:
-    """Collectives that carry a shard's output, of so many bytes per element on the wire, and then its lookups, each
-    with the bytes that its rank sends to each peer, or gets of it."""
+    """Yield the collectives that carry a shard's output and its lookups, with the bytes between its rank and each peer.
+
+    Args:
+        option: of the shard.
+        workload: of the shard.
+        topology: of the ranks.
+        links: models of the exchanges.
+        element_bytes: bytes of one output element on the wire.
+    """
     spec = type_of(option)
     name = f"{option.dependency or option.path or 'model'} {option.sharding_type}"
     world, host = topology.world_size, topology.intra_group_size
@@ -71,10 +76,10 @@ def exchanges_of(
         return
     exchanges = spec.exchanges_of(option.is_pooled)
     if option.dependency and host > 1 and not spec.is_replicated:
-        # Between hosts a tower exchanges what it makes of its embeddings, here taken to be as much.
+        # Between hosts a tower exchanges its own outputs, taken to be as large as its embeddings.
         exchanges = THROUGH_HOSTS
     for exchange in exchanges:
-        # Where each rank is a host of its own, the ranks of the same place on every host are all ranks.
+        # If each rank is a host of its own, the ranks of the same place on every host are all ranks.
         over = "world" if host == 1 and exchange.over == "across" else exchange.over
         if host == 1 and over == "host":
             continue
@@ -97,10 +102,9 @@ def exchanges_of(
 
 
 def sorting_bytes(spec: ShardingTypeSpec, lookups: float, bags: float) -> float:
-    """Of ids that take as long to be sorted into blocks of rows as TorchRec takes to sort the lookups and bags of one
-    block.
+    """Return the bytes of ids that take as long to sort into row blocks as the lookups and bags of one block.
 
-    Blocks on one host are afterwards brought into the order of the hosts, once more (``TwRwSparseFeaturesDist``).
+    ``TwRwSparseFeaturesDist`` also reorders blocks on one host into the order of the hosts.
     """
     if not spec.splits_rows:
         return 0.0
@@ -109,15 +113,15 @@ def sorting_bytes(spec: ShardingTypeSpec, lookups: float, bags: float) -> float:
 
 
 def lookup_exchanges(weighted: bool) -> float:
-    """Exchanges of a module's lookups, over those that were measured."""
+    """Return the number of exchanges of a module's lookups, over the measured ones."""
     return 1 + weighted / LOOKUP_EXCHANGES
 
 
 def wire_bytes(
     option: ShardingOption, sharder: ModuleSharder[nn.Module] | None, fused_params: Mapping[str, Any]
 ) -> float:
-    """Of one output element on the wire, mean over forward and backward: what the sharder quantizes to, else the
-    output of the kernel with these arguments."""
+    """Return the bytes of one output element on the wire, mean over forward and backward: of the sharder's quantized
+    type, else of the kernel's output with these arguments."""
     if serves(option.compute_kernel):
         return getattr(option.module[1], "output_dtype", lambda: torch.float)().itemsize
     if not option.is_pooled:

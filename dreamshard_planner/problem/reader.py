@@ -1,9 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """TorchRec's sharding options read as tables, workloads and sharding problems.
 
-All that depends on how TorchRec describes a table stands in this package: here what the table is, by an option, its
-module and sharder, the user's constraints and statistics; the parts and units that shards become in ``parts.py``,
-the collectives that carry their outputs in ``exchanges.py``.
+The package reads everything that depends on how TorchRec describes a table. This module reads the table from an option,
+its module and sharder, constraints and statistics. ``parts.py`` cuts shards into parts and units, ``exchanges.py``
+names the collectives that carry their outputs.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dreamshard_planner.plans.plan_file import TableInputs
 from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
 from dreamshard_planner.problem.parts import (
     Part,
+    ReadProblem,
     check_hosts,
     group_key,
     num_ranks,
     parts_of,
-    pinned_positions,
+    positions_of,
     sent_bytes,
     set_fused_params,
     units_of,
 )
-from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search_space.constraints import constraint_of
 from dreamshard_planner.search_space.input_checks import (
     available_bytes,
@@ -48,7 +48,7 @@ from dreamshard_planner.search_space.input_checks import (
 )
 from dreamshard_planner.search_space.kernels import CACHING, in_host_memory, memory_of, serves
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
-from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
+from dreamshard_planner.search_space.options import by_table, fqn_of, ranks_of, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.sharding_types import TableFacts
 from dreamshard_planner.torchrec_components import compat
@@ -65,24 +65,24 @@ from dreamshard_planner.workload.tables import (
 )
 
 SCALE_BYTES = 4
-"""Of the scale and the bias of a quantized row, of 16 bits each."""
+"""Bytes of the scale and the bias of a quantized row, 16 bits each."""
 
 
 def quantized_bytes(data_type: DataType, dim: int) -> float:
-    """Bytes of one weight of a quantized table, with its share of the row's scale and bias."""
+    """Return the bytes of one weight of a quantized table, with its share of the row's scale and bias."""
     bits = DATA_TYPE_NUM_BITS[data_type]
     return bits / 8 + (SCALE_BYTES / dim if bits <= 8 else 0)
 
 
 class OptionReader:
-    """Reads sharding options with the user's constraints and statistics beside them.
+    """Reads sharding options with the user's constraints and statistics.
 
     Args:
         constraints: TorchRec's constraints by key, see ``constraint_of``.
         statistics: workload statistics by feature name; they take precedence over pooling factors.
-        sharders: consulted for a fused optimizer that is set through ``fused_params``, and for quantized communication.
-        legal: where tables may lie; anywhere by default.
-        optimizers_attached: to the replicas of data-parallel tables.
+        sharders: give fused parameters and quantized communication.
+        legal: ranks that tables may have; all by default.
+        optimizers_attached: whether replicas of data-parallel tables have their in-backward optimizers.
         in_groups: whether the ranks form several sharding groups.
     """
 
@@ -99,26 +99,26 @@ class OptionReader:
         self._statistics: Mapping[str, FeatureStatistics] = statistics or {}
         self._optimizers_attached, self._in_groups = optimizers_attached, in_groups
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-        self._owners: dict[nn.Module, TableModule] = {}
-        self._tables: dict[tuple[Any, ...], Table] = {}
-        self._unplaced: dict[str, dict[str, str]] = {}
         self._legal = legal
+        self._owners: dict[nn.Module, TableModule] = {}
+        self._unplaced: dict[str, dict[str, str]] = {}
         # Estimator, proposer, partitioner and perf model ask for the same tables one after the other.
+        self._tables: dict[tuple[Any, ...], Table] = {}
         self._workloads: dict[tuple[Table, int], Workload] = {}
 
     def read(
         self, options: Sequence[ShardingOption], topology: Topology, links: Links, with_storage: bool = True
     ) -> ReadProblem:
-        """The sharding problem of some options, of which each table must take one.
+        """Read the sharding problem in which each table takes one of its options.
 
         Args:
-            options: of all tables, in any order; a table's options keep theirs.
-            topology: what the storage reservation left.
+            options: of all tables, in any order.
+            topology: with the memory that the storage reservation left.
             links: models of its exchanges.
-            with_storage: False before storage is estimated: no memory binds then.
+            with_storage: False before storage is estimated: memory then binds nothing.
 
         Raises:
-            PlannerError: for options that can't be placed, such as those pinned where TorchRec would not run them.
+            PlannerError: an option cannot be placed, such as one pinned where TorchRec would not run it.
         """
         tables = by_table(options)
         flat = [option for choices in tables.values() for option in choices]
@@ -130,10 +130,11 @@ class OptionReader:
             group = groups.setdefault(group_key(option, table, shardable.config, fused), len(groups))
             element_bytes = wire_bytes(option, shardable.sharder, fused)
             exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
-            found, indices = parts_of(option, table, whole, group, exchanges, with_storage)
+            found, indices = parts_of(option, whole, group, exchanges, with_storage)
             units = units_of(option, [len(parts) + index for index in indices], topology)
             parts += found
-            pinned = pinned_positions(option, units)
+            # Ranks of dependent tables are pinned beforehand, see search_space/towers.py.
+            pinned = positions_of(option, units) if option.dependency and None not in ranks_of(option) else None
             read[fqn_of(option)].append(Option(units, option.sharding_type, option.compute_kernel, pinned))
         check_hosts(flat, topology)
         needs_PM, limits_DM = torch.zeros(len(parts), len(MEMORY_KINDS), dtype=torch.int64), available_bytes(topology)
@@ -142,7 +143,7 @@ class OptionReader:
             check_needs(tables.values())
             needs_PM = needed_bytes([part.shard for part in parts])
             if self._legal is not None:
-                need_PR, room_DR = self._legal.limits([part.fqn for part in parts])
+                need_PR, room_DR = self._legal.limits([fqn_of(part.option) for part in parts])
                 needs_PM, limits_DM = torch.cat([needs_PM, need_PR], 1), torch.cat([limits_DM, room_DR], 1)
                 num_rules = need_PR.shape[1]
         collectives, bytes_PC = sent_bytes(parts)
@@ -163,26 +164,13 @@ class OptionReader:
             ),
             num_rules=num_rules,
         )
-
-        def column(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-            return torch.tensor([getattr(part, name) for part in parts], dtype=dtype)
-
-        return ReadProblem(
-            problem,
-            options=tuple(tuple(choices) for choices in tables.values()),
-            shard_P=tuple(part.shard for part in parts),
-            workload_P=tuple(part.workload for part in parts),
-            dense_elements_P=column("dense_elements"),
-            dense_passes_P=column("dense_passes"),
-            ssd_bytes_P=column("ssd_bytes"),
-            synced_bytes_P=column("synced_bytes"),
-            is_estimated_P=column("is_estimated", torch.bool),
-        )
+        return ReadProblem(problem, tuple(tuple(choices) for choices in tables.values()), tuple(parts))
 
     def workloads(self, options: Sequence[ShardingOption], topology: Topology) -> list[Workload]:
-        """What each option's *whole* table asks for, at the batch that its kernels see: the local batch of
-        data-parallel ranks, one batch of quantized tables, which all ranks serve together, the batch of all ranks
-        elsewhere. With index dedup, each rank's batch asks for a row once.
+        """Return the work of each option's whole table, at the batch that its kernels see.
+
+        Data-parallel ranks see the local batch. All ranks serve one batch of a quantized table together. Other kernels
+        see the batch of all ranks. With index dedup, each rank's batch asks for a row once.
         """
         tables = [self.table(option, topology) for option in options]
         ranks = [
@@ -190,14 +178,14 @@ class OptionReader:
         ]
         sizes = [option.batch_size * count for option, count in zip(options, ranks, strict=True)]
         workloads = self._whole(list(zip(tables, sizes, strict=True)))
-        deduped = [index for index, option in enumerate(options) if self._dedups(option)]
+        deduped = [i for i, option in enumerate(options) if compat.dedups_ids(self._shardable(option).sharder)]
         of_ranks = self._whole([(tables[index], options[index].batch_size) for index in deduped])
         for index, of_rank in zip(deduped, of_ranks, strict=True):
             workloads[index] = workloads[index].deduped(of_rank, ranks[index])
         return workloads
 
     def _whole(self, keys: Sequence[tuple[Table, int]]) -> list[Workload]:
-        """Workloads of tables at batch sizes."""
+        """Return the workloads of tables at batch sizes."""
         new: dict[int, list[Table]] = {}
         for table, batch_size in dict.fromkeys(keys):
             if (table, batch_size) not in self._workloads:
@@ -206,9 +194,6 @@ class OptionReader:
             for table, workload in zip(tables, workloads_of(tables, batch_size), strict=True):
                 self._workloads[table, batch_size] = workload
         return [self._workloads[key] for key in keys]
-
-    def _dedups(self, option: ShardingOption) -> bool:
-        return compat.dedups_ids(self._shardable(option).sharder)
 
     def _constraint(self, option: ShardingOption) -> ParameterConstraints:
         return constraint_of(self._constraints, option.name, fqn_of(option)) or ParameterConstraints()
@@ -219,36 +204,38 @@ class OptionReader:
             self._owners[module] = TableModule(path, module, self._sharders.get(sharder_name(type(module))))
         return ShardableTable(self._owners[module], option.name, option.tensor)
 
+    def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
+        return self._shardable(option).owner.fused_params(option.output_dtype)
+
     def facts(self, option: ShardingOption, compute_device: str) -> TableFacts:
-        """Facts of the option's table, for what its type changes in training."""
+        """Return the facts that decide how the option's sharding type changes the training of its table."""
         return self._shardable(option).facts(
             compute_device, option.output_dtype, attached=self._optimizers_attached, in_groups=self._in_groups
         )
 
     def in_backward(self, option: ShardingOption) -> bool:
-        """Whether somebody set an in-backward optimizer for the option's table, which it may lose."""
+        """Return whether the option's table was given an in-backward optimizer, which it may lose."""
         if brings_optimizer(option.module[1]):
             return False
         return bool(compat.optimizer_classes(option.tensor) or self._fused_params(option).get("optimizer"))
 
     def pooling_factors(self, option: ShardingOption) -> list[float]:
-        """Pooling factor per feature of the option's table: statistics, else what the option says."""
+        """Return the pooling factor of each feature of the option's table: of the statistics, else of the option."""
         names, given = self._feature_names(option), option.input_lengths
-        # TorchRec looks constraints up by table name alone; tables of one name in two modules may differ
-        # in their features, and then the constraint belongs to the other table.
+        # TorchRec looks constraints up by table name alone. Tables of one name in two modules may differ in features,
+        # and then the constraint belongs to the other table.
         if len(given) not in (1, len(names)):
             given = [POOLING_FACTOR]
         factors = per_feature(given, len(names), option.name, "pooling_factors")
-        known = [self._statistics.get(name) for name in names]
         factors = [
-            factor if feature is None else feature.pooling_factor
-            for factor, feature in zip(factors, known, strict=True)
+            self._statistics[name].pooling_factor if name in self._statistics else factor
+            for name, factor in zip(names, factors, strict=True)
         ]
         check_per_feature(factors, option.name, f"pooling factors of {names}")
         return factors
 
     def declared(self, option: ShardingOption) -> TableInputs:
-        """The option's table as its module declares it."""
+        """Return the option's table as its module declares it."""
         rows, dim = option.tensor.shape
         return TableInputs(
             rows=rows,
@@ -266,14 +253,14 @@ class OptionReader:
         return self._shardable(option).optimizer(option.output_dtype)
 
     def _feature_names(self, option: ShardingOption) -> list[str]:
-        """Features of the option's table; unnamed ones where the module has no configs."""
+        """Return the features of the option's table; unnamed ones if the module has no configs."""
         config = self._shardable(option).config
         if config is not None:
             return list(config.feature_names)
         return option.feature_names or [""] * len(option.input_lengths)
 
     def table(self, option: ShardingOption, topology: Topology) -> Table:
-        """The option's table; the same for all options of a table, kernel and cache."""
+        """Return the option's table; the same for all options of a table, kernel and cache."""
         key = (option.fqn, option.compute_kernel, option.cache_load_factor, self._prefetches(option))
         if key not in self._tables:
             self._tables[key] = self._read_table(option, topology)
@@ -291,8 +278,8 @@ class OptionReader:
             if reason := self._why_unplaced(option, feature):
                 self._unplaced.setdefault(option.fqn, {})[name] = reason
                 feature = replace(feature, ids=None)
-            # Several poolings per sample, or a batch of its own, read the table more (or less) often than
-            # the pooling factor says; the histogram still belongs to the lookups it was taken from.
+            # Several poolings per sample, or a batch of its own, read the table more (or less) often than the pooling
+            # factor says. The histogram still belongs to the lookups that it was taken from.
             share = poolings * batch_size / option.batch_size
             shares.append(share)
             if share != 1.0 and share > 0:
@@ -308,7 +295,6 @@ class OptionReader:
             config = self._shardable(option).config
             dim = config.embedding_dim
             weight_bytes = quantized_bytes(config.data_type, dim)
-        on_host = topology.compute_device == "cpu"
         return Table(
             name=fqn_of(option),
             rows=max(1, rows),
@@ -319,14 +305,14 @@ class OptionReader:
             pooled=option.is_pooled,
             weighted=self._shardable(option).owner.is_weighted or bool(constraint.is_weighted),
             optimizer=costed_optimizer(self._optimizer(option)),
-            memory="device" if on_host else memory_of(option.compute_kernel),
+            memory="device" if topology.compute_device == "cpu" else memory_of(option.compute_kernel),
             cache_load_factor=self.load_factor(option) or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),
             served=is_served,
         )
 
     def load_factor(self, option: ShardingOption) -> float | None:
-        """The share of a table's rows that its cache holds, where somebody gave one."""
+        """Return the share of a table's rows that its cache holds; None if the user gave none."""
         return option.cache_load_factor or self._fused_params(option).get("cache_load_factor")
 
     def kernel_params(self, option: ShardingOption) -> dict[str, Any]:
@@ -343,7 +329,7 @@ class OptionReader:
         return bool(self._fused_params(option).get("prefetch_pipeline") if own is None else own)
 
     def _why_unplaced(self, option: ShardingOption, feature: FeatureStatistics) -> str | None:
-        """Why the rows that a feature looks up are unknown although its ids are known; None where that is not so."""
+        """Return why the rows of a feature's known ids are unknown; None if they are known."""
         if feature.ids is None:
             return None
         if self._shardable(option).owner.remaps_ids:
@@ -353,25 +339,22 @@ class OptionReader:
         return None
 
     def is_guess(self, option: ShardingOption) -> bool:
-        """Whether an option that nobody asked for keeps the table in host memory, where its cost is that of a
-        popularity of rows that is assumed."""
+        """Return whether an option's cost rests on an assumed popularity of rows, and no constraint names its
+        kernel."""
         named = self._constraint(option).compute_kernels or ()
         return self.assumes_popularity(option) and option.compute_kernel not in named
 
     def assumes_popularity(self, option: ShardingOption) -> bool:
-        """Whether the table is in host memory and no statistics tell how often its rows are read again."""
+        """Return whether the table is in host memory and no statistics tell how often its rows are read again."""
         known = [self._statistics.get(name) for name in self._feature_names(option)]
         uncounted = any(feature is None or feature.reuse_histogram is None for feature in known)
         return in_host_memory(option.compute_kernel) and uncounted
 
     def notes(self, plan: Iterable[ShardingOption]) -> tuple[str, ...]:
-        """Assumptions behind the cost of the tables that a plan splits by rows."""
+        """Return assumptions behind the cost of the tables that a plan splits by rows."""
         return tuple(
             f"row blocks of {fqn_of(option)} are taken to be read alike: feature {feature!r}, {reason}"
             for option in plan
             if type_of(option).splits_rows
             for feature, reason in self._unplaced.get(option.fqn, {}).items()
         )
-
-    def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
-        return self._shardable(option).owner.fused_params(option.output_dtype)

@@ -26,7 +26,7 @@ from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.policy.mdp import ShardingTask
 from dreamshard_planner.policy.network import Policy, roll_out
 from dreamshard_planner.policy.reinforce import WHOLE_ONLY, UpdateStatistics, train_policy
-from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.starts import OptionTotals

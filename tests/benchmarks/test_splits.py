@@ -67,7 +67,7 @@ def test_options_are_torchrecs_and_halvings_come_on_top(tasks: list[SplitTask]) 
             widths = {shard.size[1] for choice in split for shard in choice.shards}
             assert all(width >= task.contest.min_partition for width in widths)
         workload = {w.name: w for w in workloads_of(task.contest.tables, task.contest.batch_size)}
-        for part, shard in zip(task.read.workload_P, task.read.shard_P, strict=True):
+        for part, shard in ((part.workload, part.shard) for part in task.read.parts):
             assert [part.rows, part.dim] == shard.size
             assert part.lookups == pytest.approx(workload[part.name.split(".")[-1]].lookups)
 
