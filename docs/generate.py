@@ -2,7 +2,7 @@
 """Write what the pages say of the code: python docs/generate.py
 
 The command line's reference (cli.md), the sharding types and those never proposed (sharding_types.md), how optimizer
-states are carried (checkpoints_across_plans.md), and the README's report, which a plan makes.
+states are carried (running_jobs.md), and the report in get_started.md.
 Blocks are found by ``<!-- generated: NAME -->`` and ``<!-- end -->``; the tests fail where a page differs.
 """
 
@@ -113,7 +113,7 @@ def states() -> str:
 
 
 def report() -> str:
-    """What the README's command prints, without its list of tables, where the costs that ship were measured."""
+    """Return what the command of get_started.md prints, without its list of tables, where the costs that ship were measured."""
     from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint
     from dreamshard_planner.cli import app
     from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE
@@ -127,8 +127,8 @@ def report() -> str:
 BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
     "sharding types": (DOCS / "sharding_types.md", sharding_types),
     "never proposed": (DOCS / "sharding_types.md", never_proposed),
-    "states": (DOCS / "checkpoints_across_plans.md", states),
-    "report": (ROOT / "README.md", report),
+    "states": (DOCS / "running_jobs.md", states),
+    "report": (DOCS / "get_started.md", report),
 }
 
 

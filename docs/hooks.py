@@ -1,6 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What mkdocs can't do by itself: README's figures, chart and first lines on the landing page, and references to code
-in docstrings as code."""
+"""Show the README's first half on the landing page, and references to code in docstrings as code."""
 
 from __future__ import annotations
 
@@ -8,36 +7,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-
 ROOT = Path(__file__).parent.parent
-SHOWN = (r"^## Ten lines\n.*?^```\n", r"^## What it gains\n.*?(?=^## )")
-"""What of README the landing page begins with: the script, without the commands that follow it, and the figures."""
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\)")
-_IMAGE = re.compile(r"!\[([^\]]*)\]\((benchmarks/[^)]+)\)")
+_OTHER_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|\w+\.md)[^)]+\)")
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)</code>")
 
 
-def _sections() -> str:
-    readme = (ROOT / "README.md").read_text()
-    return "\n".join(re.search(part, readme, re.M | re.S)[0] for part in SHOWN)
-
-
-def on_files(files: Files, config: Any) -> Files:
-    """The charts of these sections."""
-    for _, path in _IMAGE.findall(_sections()):
-        files.append(File.generated(config, f"charts/{Path(path).name}", abs_src_path=str(ROOT / path)))
-    return files
-
-
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Of the landing page: with these sections, whose links lead to files that are no pages."""
+    """Put the README up to "Install" on the landing page. Links to files outside of docs become text."""
     if page.file.src_uri != "index.md":
         return markdown
-    shown = _IMAGE.sub(lambda image: f"![{image[1]}](charts/{Path(image[2]).name})", _LINK.sub(r"\1", _sections()))
+    shown = (ROOT / "README.md").read_text().split("\n```python", 1)[1].split("\n## Install", 1)[0]
+    shown = _OTHER_LINK.sub(r"\1", f"```python{shown}".replace("](docs/", "]("))
     return markdown.replace("<!-- README -->", shown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """References without their roles: the last name, as code."""
+    """Show a reference's last name, as code."""
     return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)

@@ -94,7 +94,7 @@ def test_snippets_of_a_page_run_one_after_the_other(
 
 
 def test_pages_that_need_snippets_have_them() -> None:
-    assert {"README.md", "planning.md", "sharding_types.md", "torchrec.md"} <= set(WITH_SNIPPETS)
+    assert {"README.md", "plans.md", "sharding_types.md", "train_on_gpus.md"} <= set(WITH_SNIPPETS)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")])
@@ -162,7 +162,7 @@ def test_how_states_are_carried_is_what_the_code_does() -> None:
     assert GENERATE["block"]("states") == GENERATE["states"](), "run: python docs/generate.py"
 
 
-def test_the_readmes_report_is_what_its_command_prints() -> None:
+def test_the_report_on_the_page_is_what_its_command_prints() -> None:
     """In words and totals: processors round differently, so that rows may swap and ties go to other ranks."""
     shown, made = GENERATE["block"]("report"), GENERATE["report"]()
     assert _words(made) == _words(shown), "run: python docs/generate.py"
@@ -210,8 +210,7 @@ def _anchors(text: str) -> set[str]:
 
 
 def test_the_front_page_stays_short() -> None:
-    assert len(PAGES["README.md"].split("<!-- generated")[0].splitlines()) <= 120
-    assert len(PAGES["README.md"].splitlines()) <= 170
+    assert len(PAGES["README.md"].splitlines()) <= 120
 
 
 def test_files_on_the_page_are_read(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_archive_and_wheel_hold_the_package_and_its_data(built: dict[str, Path])
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "dreamshard_planner").rglob("*.py")}
     package |= {str(path.relative_to(ROOT)) for data in DATA for path in (ROOT / "dreamshard_planner").glob(data)}
     assert len(package) > 80 and {name for name in wheel if ".dist-info/" not in name} >= package
-    assert shipped >= package | {"CHANGELOG.md", "LICENSE", "README.md", "docs/install.md", "tests/conftest.py"}
+    assert shipped >= package | {"CHANGELOG.md", "LICENSE", "README.md", "docs/get_started.md", "tests/conftest.py"}
     assert not [name for name in wheel if name.startswith(("tests", "benchmarks", "examples"))]
 
 
