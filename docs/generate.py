@@ -113,7 +113,7 @@ def states() -> str:
 
 
 def report() -> str:
-    """Return what the command of get_started.md prints, without its list of tables, where the costs that ship were measured."""
+    """Return the printed report of :data:`REPORT`, as on the CPU of the shipped costs, without the list of tables."""
     from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint
     from dreamshard_planner.cli import app
     from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE
