@@ -18,8 +18,7 @@ from dreamshard_planner import Checkpoint
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
-from dreamshard_planner.observing.exchanges import exchanges_of, mean_error
-from dreamshard_planner.observing.learning import ObservedSets, learn
+from dreamshard_planner.observing.learning import ObservedSets, exchanges_of, learn, mean_error
 from dreamshard_planner.observing.observation import Observation
 from dreamshard_planner.planning.cost_sources import links_of
 

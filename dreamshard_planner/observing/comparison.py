@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Predicted beside observed, what the difference means, and whether the prediction may be trusted."""
+"""Compare predicted with observed steps: differences, their meaning, and a verdict on the prediction."""
 
 from __future__ import annotations
 
@@ -15,93 +15,94 @@ from dreamshard_planner.workload.counting import SAME_BATCH
 from dreamshard_planner.workload.tables import costed_optimizer
 
 NEAR, NEAR_EXCHANGE = 0.2, 0.5
-"""How far, as a share, predicted kernels and exchanges may be off to be trusted."""
+"""Relative errors of kernels and exchanges up to which a prediction is trusted."""
 ALIKE = 1.25
-"""Ratio of ranks' ratios up to which all are off alike."""
+"""Ratio between ranks' errors up to which all ranks are off alike."""
 SMALL = 0.1
-"""Share of the embedding work below which nobody asks how far exchanges are off."""
+"""Share of the embedding work below which the error of exchanges does not matter."""
 SHOWN = 3
-"""Features that are named."""
+"""Features that a sentence names."""
 OTHER_LOOKUPS = 0.1
-"""Relative change of a feature's lookups from which its statistics are others."""
+"""Relative change of a feature's lookups from which its statistics differ."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One kind of work, in milliseconds of a step, by rank."""
+    """Milliseconds of a step for one kind of work, by rank."""
 
     what: str
     predicted_ms: tuple[float, ...] | None
-    """None where nothing is predicted of it."""
+    """None for work that is not predicted."""
     observed_ms: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """One run."""
+    """Predicted and observed times of one run."""
 
     title: str
     kinds: tuple[Compared, ...]
     meaning: tuple[str, ...]
-    """What the differences mean, a sentence each."""
+    """Sentences that explain the differences."""
     verdict: str
     trusted: bool | None
-    """None where no prediction was kept."""
+    """None if no prediction was kept."""
 
 
 def compare(run: ObservedRun) -> RunComparison:
-    """Of a run; the predicted side is that of the plan, where it was kept, of the ranks that were observed."""
+    """Compare a run with its plan's prediction for the observed ranks."""
     title = f"{run.steps:,} steps from {run.started}, {len(run.ranks)} of {run.world_size} ranks"
     plan = run.plan
     kinds = tuple(_kinds(run, None if plan is None else plan.predicted))
     if plan is None:
         if min(rank.rank for rank in run.ranks):
-            verdict = "what was predicted, if it was kept, is in the file of rank 0, which is not given"
+            verdict = "the prediction, if one was kept, is in the file of rank 0, which is not given"
         else:
             verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         return RunComparison(title, kinds, (), verdict, None)
     other_batch_size = tuple(_other_batch_size(run, plan))
-    of_statistics = (*other_batch_size, *_other_lookups(run))
-    if replicas := _replicas(run):
-        inseparable = (
+    meaning = [*other_batch_size, *_other_lookups(run)]
+    replicas = sorted(
+        {
+            table.name
+            for rank in run.ranks
+            for kernel in rank.kernels
+            if kernel.kernel == DENSE
+            for table in kernel.tables
+        }
+    )
+    trusted = False
+    if replicas:
+        meaning.append(
             f"data-parallel tables ({first_of(replicas, SHOWN)}) are predicted with their optimizer and the all-reduce "
-            "of their gradients, which run outside of what is observed as kernels and exchanges of outputs"
+            "of their gradients, which run outside of the observed kernels and exchanges"
         )
-        verdict = "what data-parallel tables take is not told apart: observe a plan without them to judge predictions"
-        return RunComparison(title, kinds, (*of_statistics, inseparable), verdict, False)
-    if others := _other_optimizers(run, plan):
+        verdict = "the time of data-parallel tables is unknown: observe a plan without them to judge predictions"
+    elif others := _other_optimizers(run, plan):
+        meaning.append(others)
         verdict = "predicted with other optimizers than train: let the planner plan the model as it is trained"
-        return RunComparison(title, kinds, (*of_statistics, *others), verdict, False)
-    if other_batch_size:
+    elif other_batch_size:
         verdict = "predicted for another batch size than is trained with: times do not compare"
-        return RunComparison(title, kinds, of_statistics, verdict, False)
-    ratios = _kernel_ratios(run, plan.predicted)
-    unseen = _unseen_kernels(run, plan.predicted)
-    meaning = (*of_statistics, *unseen, *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted))
-    verdict, trusted = _verdict(run, ratios, plan.predicted)
-    return RunComparison(title, kinds, meaning, verdict, trusted)
+    else:
+        ratios = _kernel_ratios(run, plan.predicted)
+        meaning += [
+            *_unseen_kernels(run, plan.predicted),
+            *_of_kernels(run, ratios),
+            *_of_exchange(run, plan.predicted),
+        ]
+        verdict, trusted = _verdict(run, ratios, plan.predicted)
+    return RunComparison(title, kinds, tuple(meaning), verdict, trusted)
 
 
-def _other_optimizers(run: ObservedRun, plan: SavedPlan) -> list[str]:
-    """A sentence where tables are trained by other optimizers than the plan was made for, as costs tell them apart."""
-    tables = plan.inputs.tables
+def _other_optimizers(run: ObservedRun, plan: SavedPlan) -> str:
+    """Return a sentence on tables that other optimizers train than the plan was made for, if any."""
+    planned = {name: costed_optimizer(table.optimizer) for name, table in plan.inputs.tables.items()}
     trained = {table.name: kernel.optimizer for rank in run.ranks for kernel in rank.kernels for table in kernel.tables}
-    other = {
-        name: (costed_optimizer(tables[name].optimizer), optimizer)
-        for name, optimizer in sorted(trained.items())
-        if name in tables and costed_optimizer(tables[name].optimizer) != optimizer
-    }
+    other = sorted(name for name in trained.keys() & planned.keys() if planned[name] != trained[name])
     if not other:
-        return []
-    name, (planned, optimizer) = next(iter(other.items()))
-    more = f", and {len(other) - 1} more tables likewise" if len(other) > 1 else ""
-    return [f"another optimizer: the plan was made for {planned} of {name}, and {optimizer} trains it{more}"]
-
-
-def _replicas(run: ObservedRun) -> list[str]:
-    """Names of data-parallel tables."""
-    kernels = [kernel for rank in run.ranks for kernel in rank.kernels if kernel.kernel == DENSE]
-    return sorted({table.name for kernel in kernels for table in kernel.tables})
+        return ""
+    name, more = other[0], f", and {len(other) - 1} more tables likewise" if len(other) > 1 else ""
+    return f"another optimizer: the plan was made for {planned[name]} of {name}, and {trained[name]} trains it{more}"
 
 
 def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
@@ -109,7 +110,7 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     for way in ("forward", "backward"):
         expected = None if predicted is None else tuple(getattr(predicted.chosen, f"{way}_ms")[rank] for rank in ranks)
         yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
-    # How long something is on its way while other work is done is nothing that was predicted.
+    # The time of an exchange beside other work is not predicted.
     for carried, beside in ((OUTPUTS, run.hides_outputs), ("lookups", run.lookups_ms is None)):
         what = f"exchange of {carried}, {'on their way beside other work' if beside else 'of the last rank to come'}"
         expected = None if beside or predicted is None else (_predicted_ms(predicted, carried),) * len(ranks)
@@ -121,19 +122,19 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     inputs_ms = tuple(rank.median("input_dist") for rank in run.ranks)
     if any(inputs_ms):
         yield Compared("input_dist: until kernels have their lookups", None, inputs_ms)
-    waited = [sum(one.waited_ms[at] for one in run.outputs.values()) for at in range(len(ranks))]
-    model = [rank.median("forward") + rank.median("backward") for rank in run.ranks]
-    away = [sum(ms) for ms in zip(waited, inputs_ms, strict=True)]
-    both = zip(model, run.ranks, away, strict=True)
-    inside = [max(0.0, ms - rank.median("kernels") - other) for ms, rank, other in both]
+    inside, outside = [], []
+    for at, rank in enumerate(run.ranks):
+        model_ms = rank.median("forward") + rank.median("backward")
+        away_ms = inputs_ms[at] + sum(one.waited_ms[at] for one in run.outputs.values())
+        inside.append(max(0.0, model_ms - rank.median("kernels") - away_ms))
+        outside.append(max(0.0, rank.median("step") - model_ms))
     yield Compared("dense layers, and what else is in the model", None, tuple(inside))
-    outside = [max(0.0, rank.median("step") - ms) for rank, ms in zip(run.ranks, model, strict=True)]
     yield Compared("outside of the model: data, dense optimizer", None, tuple(outside))
     yield Compared("the whole step", None, tuple(rank.median("step") for rank in run.ranks))
 
 
 def _lookups_ms(run: ObservedRun) -> float:
-    """With what is done to them, where that was observed; else of their exchanges alone."""
+    """Return the time of lookups to the kernels if observed, else of their exchanges alone."""
     if run.lookups_ms is not None:
         return run.lookups_ms
     return sum(one.ms for name, one in run.collectives.items() if name.startswith("lookups"))
@@ -145,17 +146,16 @@ def _predicted_ms(predicted: Predicted, carried: str) -> float:
 
 
 def _kernel_ratios(run: ObservedRun, predicted: Predicted) -> dict[int, float]:
-    """Observed over predicted, by rank."""
+    """Return observed over predicted kernel time, by rank."""
     observed = {rank.rank: rank.kernel_ms("forward") + rank.kernel_ms("backward") for rank in run.ranks}
     expected = predicted.chosen.rank_ms
     return {rank: ms / expected[rank] for rank, ms in observed.items() if ms and expected[rank]}
 
 
 def _unseen_kernels(run: ObservedRun, predicted: Predicted) -> Iterator[str]:
-    """Such as compiled ones."""
     ranks = [rank for rank in run.ranks if predicted.chosen.rank_ms[rank.rank]]
     if unseen := [rank.rank for rank in ranks if not rank.kernel_ms("forward") + rank.kernel_ms("backward")]:
-        yield f"no kernel of rank {', '.join(map(str, unseen))} was seen: what torch.compile has made is not"
+        yield f"no kernel of rank {', '.join(map(str, unseen))} was observed; torch.compile hides them"
 
 
 def _other_batch_size(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
@@ -176,7 +176,7 @@ def _other_lookups(run: ObservedRun) -> Iterator[str]:
     ]
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        yield f"wrong statistics: the plan was made for others of {', '.join(changed[:SHOWN])}{more}"
+        yield f"wrong statistics: the plan was made with others for {', '.join(changed[:SHOWN])}{more}"
 
 
 def _of_kernels(run: ObservedRun, ratios: dict[int, float]) -> Iterator[str]:
@@ -184,36 +184,32 @@ def _of_kernels(run: ObservedRun, ratios: dict[int, float]) -> Iterator[str]:
         return
     if max(ratios.values()) <= ALIKE * min(ratios.values()):
         mean = sum(ratios.values()) / len(ratios)
-        yield f"kernels take {mean:.2f} times what was predicted, on all ranks alike: costs of another machine"
+        yield f"kernels take {mean:.2f} times the predicted time, on all ranks alike: costs of another machine"
         return
     slowest, fastest = max(ratios, key=lambda rank: ratios[rank]), min(ratios, key=lambda rank: ratios[rank])
     kinds = sorted({kernel.sharding_type for rank in run.ranks if rank.rank == slowest for kernel in rank.kernels})
     yield (
-        f"kernels of rank {slowest} ({', '.join(kinds)}) take {ratios[slowest]:.2f} times what was predicted, those of "
-        f"rank {fastest} {ratios[fastest]:.2f} times: other kernels than the costs know, or another load of these ranks"
+        f"kernels of rank {slowest} ({', '.join(kinds)}) take {ratios[slowest]:.2f} times the predicted time, kernels "
+        f"of rank {fastest} {ratios[fastest]:.2f} times: other kernels than the costs know, or another load"
     )
 
 
 def _of_exchange(run: ObservedRun, predicted: Predicted) -> Iterator[str]:
     expected_ms, observed_ms = _predicted_ms(predicted, OUTPUTS), run.outputs_ms
     if run.hides_outputs:
-        yield (
-            "outputs are on their way while the model does other work: how long they take by themselves is not told, "
-            "nor learned"
-        )
+        yield "other work hides the time of outputs on their way: it is not judged, nor learned"
+    elif _exchange_near(predicted, observed_ms):
         return
-    if _exchange_near(predicted, observed_ms):
-        return
-    if not observed_ms or not expected_ms:
+    elif not observed_ms or not expected_ms:
         yield f"exchange of outputs: {expected_ms:.3f} ms predicted, {observed_ms:.3f} observed"
-        return
-    ratio = observed_ms / expected_ms
-    side = "slow link, or ranks that share cores" if ratio > 1 else "faster link than was assumed"
-    moved = sum(max(one.bytes) for one in run.outputs.values())
-    yield (
-        f"{side}: outputs take {ratio:.2f} times the predicted time, at {moved / observed_ms / 1e6:.3g} GB/s "
-        f"of a rank ({predicted.collectives_source})"
-    )
+    else:
+        ratio = observed_ms / expected_ms
+        side = "slow link, or ranks that share cores" if ratio > 1 else "faster link than was assumed"
+        moved = sum(max(one.bytes) for one in run.outputs.values())
+        yield (
+            f"{side}: outputs take {ratio:.2f} times the predicted time, at {moved / observed_ms / 1e6:.3g} GB/s "
+            f"of a rank ({predicted.collectives_source})"
+        )
 
 
 def _exchange_near(predicted: Predicted, observed_ms: float) -> bool:
@@ -224,19 +220,16 @@ def _exchange_near(predicted: Predicted, observed_ms: float) -> bool:
 
 def _verdict(run: ObservedRun, ratios: dict[int, float], predicted: Predicted) -> tuple[str, bool]:
     if not ratios:
-        return "no kernel was seen: the prediction is not judged", False
+        return "no kernel was observed: the prediction is not judged", False
     values = list(ratios.values())
     error = sum(abs(1 / ratio - 1) for ratio in values) / len(values)
     said = f"kernels are predicted {100 * error:.0f} % off ({predicted.cost_source})"
     if error <= NEAR and run.hides_outputs:
-        return f"{said}, exchanges are not told: kernels may be trusted on this hardware", True
+        return f"{said}, exchanges are not judged: kernels may be trusted on this hardware", True
     if error <= NEAR and _exchange_near(predicted, run.outputs_ms):
         return f"{said}, exchanges well enough: the prediction may be trusted on this hardware", True
     if error <= NEAR:
-        return f"{said}, exchanges are not well predicted: trust kernels, and not what splits tables", False
+        return f"{said}, exchanges are not well predicted: trust kernels, but not plans that split tables", False
     if max(values) <= ALIKE * min(values):
-        return (
-            f"{said}, all ranks alike: trust the order of whole tables, not the level, before dreamshard learn",
-            False,
-        )
+        return f"{said}, all ranks alike: trust the order of tables, but not times, before dreamshard learn", False
     return f"{said}: do not trust the prediction on this hardware before dreamshard learn", False

@@ -1,18 +1,19 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Hooks on a sharded model, and the record of what they see.
+"""Hooks on a sharded model, and the record of the times that they take.
 
-Hooks listen to the forward and backward pass, the fused kernels in it, and the collectives that TorchRec calls around
-these. All of them are taken off again. The record takes bounded memory: of long trainings only every second, fourth,
-... step is timed, the same on all ranks, since they count alike.
+Hooks see the forward and backward pass, the fused kernels in it, and TorchRec's collectives. None raises into the
+training: the first error removes all of them. The record is bounded: of long trainings it keeps every second, fourth,
+... step, the same on all ranks.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,23 +24,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.distributed.types import Awaitable, ShardedModule
+from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.torchrec_components import compat
 
-MOST_STEPS = 256
-"""That are kept."""
-NEEDED = ("step", "forward", "backward")
-"""Without these an interval between two forward passes is no training step."""
+logger = logging.getLogger(__name__)
 
+MOST_STEPS = 256  # kept
+NEEDED = ("step", "forward", "backward")  # of every training step: other calls of the model lack them
 TOGETHER = (" span", " kernels")
-"""How names of intervals end that may overlap: of exchanges on their way, and of kernels meanwhile. What any of them
-covers counts once, by name and, as ``outputs span together``, over all that carry the same."""
+"""Ends of the names of intervals that may overlap: exchanges on their way, and kernels meanwhile. Their union counts,
+by name and, as ``outputs span together``, over all names with the same start and end."""
 
 Mark = Any
-"""A moment: on a GPU an event of its stream; on a CPU nanoseconds of the host's clock, and of this thread's own."""
+"""A moment: a CUDA event, or on a CPU nanoseconds of the host's clock and of this thread's."""
 
 COLLECTIVES = {
     "all_to_all_single": ("all_to_all", "input", 1),
@@ -48,9 +48,9 @@ COLLECTIVES = {
     "all_gather_into_tensor": ("all_gather", "input_tensor", 1),
     "all_gather": ("all_gather", "tensor", 1),
 }
-"""Functions of ``torch.distributed`` that TorchRec calls: the operation, and the name and place of what is sent."""
+"""Functions of ``torch.distributed`` that TorchRec calls: operation, name and position of the argument sent."""
 CARRIED = {"torchrec.distributed.comm_ops": "outputs", "torchrec.distributed.dist_data": "lookups"}
-"""What they carry, by the module that calls them; other callers' are not the embeddings'."""
+"""Payload by calling module; calls from elsewhere are not the embeddings'."""
 
 
 class DeviceClock:
@@ -58,11 +58,10 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._device = device.type == "cuda", device
-        # The clock of a thread says nothing of others that compute for it.
-        self._computed = int(torch.get_num_threads() == 1)
+        self._computed = int(torch.get_num_threads() == 1)  # a thread's clock misses other threads
 
     def mark(self) -> Mark:
-        """Now."""
+        """Return the present moment."""
         if not self._cuda:
             return time.perf_counter_ns(), time.thread_time_ns()
         event = torch.cuda.Event(enable_timing=True)
@@ -70,25 +69,22 @@ class DeviceClock:
         return event
 
     def elapsed_ms(self, start: Mark, end: Mark, computed: bool) -> float:
-        """Milliseconds between two; of what one CPU thread ``computed``, those for which it had the core."""
+        """Return milliseconds between two moments; if ``computed`` by one CPU thread, its processor time."""
         if self._cuda:
             return start.elapsed_time(end)
         which = self._computed if computed else 0
         return (end[which] - start[which]) * 1e-6
 
-    def reached(self, mark: Mark) -> bool:
-        """Whether the device has come so far."""
-        return not self._cuda or mark.query()
-
-    def wait(self, mark: Mark) -> None:
-        """Until it has."""
-        if self._cuda:
+    def reached(self, mark: Mark, wait: bool = False) -> bool:
+        """Return whether the device has come to a moment; ``wait`` until it has."""
+        if self._cuda and wait:
             mark.synchronize()
+        return not self._cuda or mark.query()
 
 
 @dataclass
 class Step:
-    """One that is timed."""
+    """A step that is timed."""
 
     index: int
     start: Mark = None
@@ -97,30 +93,28 @@ class Step:
     backward_runs: bool = False
 
     def add(self, name: str, start: Mark, end: Mark, computed: bool = False) -> None:
-        """An interval, see :meth:`DeviceClock.elapsed_ms`; those of one name add up, but for :data:`TOGETHER`."""
+        """Add an interval, see :meth:`DeviceClock.elapsed_ms`; equal names add up, except :data:`TOGETHER`."""
         self.intervals.append((name, start, end, computed))
 
     def count(self, name: str, amount: float) -> None:
-        """Anything else that adds up."""
+        """Add to a sum."""
         self.amounts[name] = self.amounts.get(name, 0.0) + amount
 
 
 class StepRecorder:
-    """What each kept step took, by name. A step lasts from one forward pass of the model to the next."""
+    """Times of each kept step, by name. A step lasts from one forward pass of the model to the next."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
-        self.steps = 0
-        """That have ended, timed or not."""
+        self.steps = 0  # that have ended, timed or not
         self.current: Step | None = None
-        """None while nothing is timed."""
         self._start: Mark = None
         self._stride = 1
         self._pending: deque[Step] = deque()
         self._kept: dict[int, dict[str, float]] = {}
 
     def next_step(self) -> None:
-        """The model's forward pass begins."""
+        """End the current step, since the model's forward pass begins."""
         now = self.clock.mark()
         if self._start is not None:
             if self.current is not None:
@@ -129,7 +123,7 @@ class StepRecorder:
             self.steps += 1
         self._start = now
         self.current = None if self.steps % self._stride else Step(self.steps, now)
-        # The exchange of a step's lookups may end in the next one, and a device be behind.
+        # A step's lookups may still be exchanged in the next one, and the device may lag.
         while len(self._pending) > 1 and all(self.clock.reached(end) for _, _, end, _ in self._pending[0].intervals):
             self._keep(self._pending.popleft())
 
@@ -139,9 +133,8 @@ class StepRecorder:
         for name, start, end, computed in step.intervals:
             if name.endswith(TOGETHER):
                 begun_ms, ended_ms = (self.clock.elapsed_ms(step.start, mark, False) for mark in (start, end))
-                of_all = f"{name.partition(' ')[0]} {name.rpartition(' ')[2]} together"
-                together[name].append((begun_ms, ended_ms))
-                together[of_all].append((begun_ms, ended_ms))
+                for union in (name, f"{name.partition(' ')[0]} {name.rpartition(' ')[2]} together"):
+                    together[union].append((begun_ms, ended_ms))
             else:
                 step.count(name, self.clock.elapsed_ms(start, end, computed))
         amounts |= {name: covered_ms(intervals) for name, intervals in together.items()}
@@ -152,11 +145,11 @@ class StepRecorder:
             self._kept = {index: kept for index, kept in self._kept.items() if index % self._stride == 0}
 
     def columns(self) -> tuple[tuple[int, ...], dict[str, tuple[float, ...]]]:
-        """Indices of the kept steps, and what they took by name; waits for the device."""
+        """Return indices of the kept steps, and their amounts by name; waits for the device."""
         while self._pending:
             step = self._pending.popleft()
             for _, _, end, _ in step.intervals:
-                self.clock.wait(end)
+                self.clock.reached(end, wait=True)
             self._keep(step)
         names = dict.fromkeys(name for kept in self._kept.values() for name in kept)
         columns = {name: tuple(round(kept.get(name, 0.0), 6) for kept in self._kept.values()) for name in names}
@@ -164,7 +157,7 @@ class StepRecorder:
 
 
 def covered_ms(intervals: Iterable[tuple[float, float]]) -> float:
-    """Time that lies in any of some intervals, each from when to when."""
+    """Return the length of the union of intervals."""
     covered, until = 0.0, -math.inf
     for begun, ended in sorted(intervals):
         covered += max(0.0, ended - max(begun, until))
@@ -173,29 +166,56 @@ def covered_ms(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def lookups_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Every sharded module of a model with its path, and each of its lookups with its sharding type."""
+    """Yield path, sharded module, sharding type and lookup of all lookups of a model."""
     for path, module in get_unwrapped_module(model).named_modules():
         for kind, lookup in compat.lookups_of(module):
             yield path, module, kind, lookup
 
 
 def kernels_in(lookup: nn.Module) -> list[nn.Module]:
-    """TorchRec's modules around each fused or dense kernel."""
+    """Return TorchRec's modules around each fused or dense kernel."""
     return [module for module in lookup.modules() if hasattr(module, "emb_module") and hasattr(module, "config")]
 
 
+def guarded(callback: Callable[..., Any], failed: Callable[[Exception], None]) -> Callable[..., Any]:
+    """Return a callback that never raises: its first error goes to ``failed`` and disables it."""
+    broken = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal broken
+        if not broken:
+            try:
+                return callback(*args, **kwargs)
+            except Exception as error:  # an observer's fault must not end a training
+                broken = True
+                failed(error)
+        return None
+
+    return call
+
+
 class Hooks:
-    """What listens to one model; to be closed."""
+    """Hooks on one model, until :meth:`close`. The first error in one of them closes all, with a warning."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder, self._clock, self._stack = recorder, recorder.clock, ExitStack()
+        self._safe = partial(guarded, failed=self._fail)
 
     def close(self) -> None:
-        """Take all off."""
+        """Remove all hooks; also from within one."""
+        self._recorder.current = None
         self._stack.close()
 
+    def _fail(self, error: Exception) -> None:
+        logger.warning("the observation ends, and training goes on: %s: %s", type(error).__name__, error)
+        self.close()
+
+    def _keep(self, *handles: Any) -> None:
+        for handle in handles:
+            self._stack.callback(handle.remove)
+
     def listen_to_steps(self, model: nn.Module) -> None:
-        """Forward and backward pass of the whole model, and where one step ends and the next begins."""
+        """Time steps, and the forward and backward pass of the whole model."""
         starts: list[Mark] = []
 
         def before(*_: Any) -> None:
@@ -203,19 +223,17 @@ class Hooks:
             starts[:] = [self._clock.mark()]
 
         def after(_module: nn.Module, _given: Any, output: Any) -> None:
-            step = self._recorder.current
-            if step is None:
+            if (step := self._recorder.current) is None:
                 return
             step.add("forward", starts[0], self._clock.mark())
             trained = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
             if (loss := next(trained, None)) is not None:
-                loss.register_hook(partial(self._backward, step))
+                loss.register_hook(self._safe(partial(self._backward, step)))
 
-        self._keep(model.register_forward_pre_hook(before), model.register_forward_hook(after))
+        self._keep(model.register_forward_pre_hook(self._safe(before)), model.register_forward_hook(self._safe(after)))
 
     def _backward(self, step: Step, *_: Any) -> None:
-        """Within the backward pass, which begins where something is first seen of it, at the loss if that is what the
-        model gives; it ends where the engine has nothing left to do."""
+        """Time the running backward pass, from the first hook that sees it until the engine is done."""
         if step.backward_runs:
             return
         step.backward_runs, start = True, self._clock.mark()
@@ -224,15 +242,15 @@ class Hooks:
             step.backward_runs = False
             step.add("backward", start, self._clock.mark())
 
-        compat.after_backward(ended)
+        compat.after_backward(self._safe(ended))
 
     def listen_to_kernel(self, name: str, kernel: nn.Module, called: Callable[[Step, Tensor, Tensor], None]) -> None:
-        """Forward, and backward with the optimizer, of one of FBGEMM's modules.
+        """Time forward, and backward with the optimizer, of one of FBGEMM's modules.
 
         Args:
-            name: of its times.
-            kernel: FBGEMM's.
-            called: told of the indices and offsets of timed calls.
+            name: start of the names of its times.
+            kernel: FBGEMM's module.
+            called: gets the indices and offsets of timed calls.
         """
         starts: list[Mark] = []
 
@@ -243,11 +261,16 @@ class Hooks:
                 called(self._recorder.current, both["indices"], both["offsets"])
                 starts.append(self._clock.mark())
 
+        def add(step: Step, way: str, start: Mark) -> None:
+            end = self._clock.mark()
+            step.add(f"{name} {way}", start, end, computed=True)
+            step.add("kernels", start, end)
+
         def after(_module: nn.Module, _given: Any, output: Tensor) -> None:
             step = self._recorder.current
             if step is None or not starts:
                 return
-            self._add_kernel(step, f"{name} forward", starts.pop())
+            add(step, "forward", starts.pop())
             if output.grad_fn is not None:
                 begun: list[Mark] = []
 
@@ -255,20 +278,17 @@ class Hooks:
                     self._backward(step)
                     begun.append(self._clock.mark())
 
-                output.grad_fn.register_prehook(begin)
-                output.grad_fn.register_hook(lambda *_: self._add_kernel(step, f"{name} backward", begun.pop()))
+                output.grad_fn.register_prehook(self._safe(begin))
+                output.grad_fn.register_hook(self._safe(lambda *_: add(step, "backward", begun.pop())))
 
-        self._keep(kernel.register_forward_pre_hook(before, with_kwargs=True), kernel.register_forward_hook(after))
-
-    def _add_kernel(self, step: Step, name: str, start: Mark) -> None:
-        end = self._clock.mark()
-        step.add(name, start, end, computed=True)
-        step.add("kernels", start, end)
+        self._keep(
+            kernel.register_forward_pre_hook(self._safe(before), with_kwargs=True),
+            kernel.register_forward_hook(self._safe(after)),
+        )
 
     def listen_to_inputs(self, module: Any, told: Callable[[KeyedJaggedTensor], None]) -> None:
-        """What a sharded module is asked to look up, at every step, unless by a TensorDict; and how long that takes to
-        get to its kernels where its forward pass asks and waits. A pipeline asks ahead, while others compute: that is
-        not timed."""
+        """Hand a sharded module's lookups of every step to ``told``, except TensorDicts, and time their way to the
+        kernels. A pipeline sends lookups ahead while others compute: that is not timed."""
         input_dist = module.input_dist
 
         def listened(context: Any, features: Any, *others: Any, **named: Any) -> Any:
@@ -284,7 +304,7 @@ class Hooks:
                 step.count("input_dist calls", 1)
                 return lookups
 
-            def sent(arriving: Awaitable[Any]) -> Awaitable[Any]:
+            def sent(arriving: Any) -> Awaitable[Any]:
                 arriving.callbacks.append(arrived)
                 return arriving
 
@@ -296,7 +316,11 @@ class Hooks:
         self._stack.callback(delattr, module, "input_dist")
 
     def listen_to_collectives(self) -> None:
-        """TorchRec's, of this process: of one model at a time."""
+        """Time TorchRec's collectives in this process.
+
+        Raises:
+            ObservationError: another model's are timed already.
+        """
         for function in COLLECTIVES:
             original = getattr(dist, function)
             if isinstance(original, partial):
@@ -308,48 +332,63 @@ class Hooks:
         step, caller = self._recorder.current, sys._getframe(1).f_globals.get("__name__", "")
         if step is None or caller not in CARRIED:
             return original(*given, **named)
-        operation, argument, place = COLLECTIVES[function]
-        group = named.get("group")
-        forward = not compat.is_in_backward()
+        ended = self._safe(self._begin_collective)(step, CARRIED[caller], *COLLECTIVES[function], given, named)
+        work = original(*given, **named)
+        if ended is None:
+            return work
+        if work is None:
+            ended()
+            return None
+        return _TimedWork(work, self._clock, ended)
+
+    def _begin_collective(
+        self,
+        step: Step,
+        carried: str,
+        operation: str,
+        argument: str,
+        place: int,
+        given: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> Callable[..., None]:
+        """Count a collective; return what adds its times, given the moment since which this rank waits, if it does."""
+        group, forward = named.get("group"), not compat.is_in_backward()
         if not forward:
             self._backward(step)
-        name = _name(CARRIED[caller], operation, forward, dist.get_world_size(group))
+        among = "" if (ranks := dist.get_world_size(group)) == dist.get_world_size() else f" of {ranks}"
+        way = "" if carried == "lookups" else " forward" if forward else " backward"
+        name = f"{carried} {operation}{among}{way}"
         sent = named[argument] if argument in named else given[place]
         splits = named.get("input_split_sizes", given[3] if len(given) > 3 else None)
         step.count(f"{name} calls", 1)
         step.count(f"{name} bytes", sent_bytes(operation, sent, splits, group))
         known, start = len(step.intervals), self._clock.mark()
-        work = original(*given, **named)
-        if work is None:
-            step.add(f"{name} span", start, self._clock.mark())
-            return None
-        return _Listened(work, self._clock, step, name, start, known)
 
-    def _keep(self, *handles: Any) -> None:
-        for handle in handles:
-            self._stack.callback(handle.remove)
+        def ended(waits: Mark = None) -> None:
+            now = self._clock.mark()
+            if waits is not None:
+                for kind, begun, done, _ in step.intervals[known:]:
+                    if kind == "kernels":
+                        step.add(f"{name} kernels", begun, done)
+                step.add(f"{name} waited", waits, now)
+            step.add(f"{name} span", start, now)
+
+        return self._safe(ended)
 
 
-class _Listened:
-    """A collective on its way: ``span`` lasts until it has been waited for, ``kernels`` are those that ran meanwhile,
-    ``waited`` is the wait alone."""
+class _TimedWork:
+    """A collective on its way; its first ``wait`` calls ``ended``."""
 
-    def __init__(self, work: Any, clock: Any, step: Step, name: str, start: Mark, known: int) -> None:
-        self._work, self._clock, self._step, self._name, self._start = work, clock, step, name, start
-        self._known = known
+    def __init__(self, work: Any, clock: DeviceClock, ended: Callable[[Mark], None]) -> None:
+        self._work, self._clock = work, clock
+        self._ended: Callable[[Mark], None] | None = ended
 
     def wait(self, *given: Any, **named: Any) -> Any:
-        """As the work itself."""
-        before = self._clock.mark()
+        waits = self._clock.mark()
         result = self._work.wait(*given, **named)
-        if self._start is not None:
-            after = self._clock.mark()
-            for kind, begun, ended, _ in self._step.intervals[self._known :]:
-                if kind == "kernels":
-                    self._step.add(f"{self._name} kernels", begun, ended)
-            self._step.add(f"{self._name} span", self._start, after)
-            self._step.add(f"{self._name} waited", before, after)
-            self._start = None
+        if self._ended is not None:
+            self._ended(waits)
+            self._ended = None
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -358,15 +397,8 @@ class _Listened:
     __class__ = dist.Work  # type: ignore[assignment]  # TorchRec waits for such instances alone
 
 
-def _name(carried: str, operation: str, forward: bool, ranks: int) -> str:
-    """As ``outputs all_to_all forward``; of fewer than all ranks, how many they are."""
-    among = "" if ranks == dist.get_world_size() else f" of {ranks}"
-    way = "" if carried == "lookups" else " forward" if forward else " backward"
-    return f"{carried} {operation}{among}{way}"
-
-
 def sent_bytes(operation: str, sent: Any, splits: list[int] | None, group: dist.ProcessGroup | None) -> float:
-    """That a rank sends to the others: its own part stays."""
+    """Return the bytes that a rank sends to other ranks."""
     tensors, ranks = sent if isinstance(sent, list) else [sent], dist.get_world_size(group)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if operation == "all_gather":

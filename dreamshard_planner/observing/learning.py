@@ -1,25 +1,44 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Costs of a checkpoint corrected by what training steps took, and kept where ``auto`` finds them."""
+"""Correct a checkpoint's costs of kernels and exchanges by observed training steps.
+
+Shapes: X exchanges, D ranks, 2 = bytes of lookups and of ids to sort, or latency and bytes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import least_squares
+from torch import Tensor
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.cost.collectives import (
+    LATENCY_MS,
+    LOOKUPS,
+    MAX_BYTES_PER_MS,
+    OPERATIONS,
+    REVISION,
+    CollectiveFit,
+    CollectiveModel,
+    bag_bytes,
+    fits_of,
+)
 from dreamshard_planner.cost.compute import OPTIMIZERS
-from dreamshard_planner.cost.correction import StageCheck, choose_corrections
+from dreamshard_planner.cost.correction import LEAST_GAIN, StageCheck, choose_corrections
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
 from dreamshard_planner.measure.hardware import REFERENCE, hardware_name
-from dreamshard_planner.observing.exchanges import learn_exchanges
-from dreamshard_planner.observing.observation import Observation, ObservedKernel, ObservedRun, RankSteps
+from dreamshard_planner.observing.observation import OUTPUTS, Observation, ObservedKernel, ObservedRun, RankSteps
+from dreamshard_planner.planning.cost_sources import links_of
+from dreamshard_planner.problem.exchanges import Links, lookup_exchanges, sorting_bytes
 from dreamshard_planner.search_space.kernels import DENSE, FUSED
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.torch_state import neutral
@@ -27,94 +46,36 @@ from dreamshard_planner.workload.features import optimizer_of
 from dreamshard_planner.workload.tables import Workload
 
 OTHER_LOOKUPS = 0.1
-"""Share by which a kernel's lookups may differ from those that statistics of the batches tell of it."""
-
-
-@dataclass(frozen=True)
-class ObservedSets:
-    """Fused kernels that were observed, each once, whatever runs and ranks had it: one plan may give all of its ranks
-    equal parts of the same tables, none of which confirms what is learned from another. Apart, where these looked up
-    more or less."""
-
-    sets: LabelledSets
-    kinds: frozenset[str]
-    """Sharding types among them."""
-    left_out: tuple[str, ...]
-    """Why kernels are not among them, in words."""
-
-    @classmethod
-    @neutral()
-    def of(cls, observation: Observation) -> ObservedSets:
-        """Of all runs and ranks.
-
-        Raises:
-            ObservationError: there is none to learn from; says why.
-        """
-        found: dict[tuple[Any, ...], tuple[list[Workload], list[list[float]]]] = {}
-        left_out: dict[str, None] = {}
-        kernels = (
-            (run, rank, index, kernel)
-            for run in observation.runs
-            for rank in run.ranks
-            for index, kernel in enumerate(rank.kernels)
-        )
-        for run, rank, index, kernel in kernels:
-            workloads, reason = _asked(run, rank, index, kernel)
-            if reason:
-                left_out[reason] = None
-                continue
-            parts = tuple(sorted((table.name, table.size) for table in kernel.tables))
-            asked = sum(one.lookups for one in workloads), sum(one.distinct_rows for one in workloads)
-            alike = tuple(round(math.log(number, 1 + OTHER_LOOKUPS)) for number in asked)
-            key = kernel.sharding_type, kernel.optimizer, kernel.samples, parts, alike
-            times_ms = [rank.median(f"kernel {index} {way}") for way in ("forward", "backward")]
-            found.setdefault(key, (workloads, []))[1].append(times_ms)
-        if not found:
-            raise ObservationError(f"no fused kernel to learn from: {'; '.join(left_out) or 'none was observed'}")
-        labels_X2 = torch.tensor([torch.tensor(times).mean(0).tolist() for _, times in found.values()])
-        sets = LabelledSets.of([workloads for workloads, _ in found.values()], labels_X2)
-        return cls(sets, frozenset(kind for kind, *_ in found), tuple(left_out))
-
-
-def _asked(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel) -> tuple[list[Workload], str]:
-    """What a kernel was asked for; or why nobody can tell."""
-    name = f"{kernel.sharding_type} of {kernel.tables[0].name}"
-    if kernel.kernel != FUSED:
-        if kernel.kernel == DENSE:
-            return [], f"{name}: replicas are updated outside their kernels; observe a plan whose tables are sharded"
-        return [], f"{kernel.kernel} kernels take more than their own time"
-    if not all(rank.median(f"kernel {index} {way}") > 0 for way in ("lookups", "forward", "backward")):
-        return [], f"{name}: the kernel looked nothing up, or was not trained"
-    try:
-        workloads = kernel.workloads(run.statistics)
-    except ObservationError as error:
-        return [], str(error)
-    told, read = sum(one.lookups for one in workloads), rank.median(f"kernel {index} lookups")
-    if abs(told - read) > OTHER_LOOKUPS * read:
-        return [], f"{name}: the kernel reads {read:,.0f} ids a step, and the batches have {told:,.0f} for it"
-    return workloads, ""
+"""Relative difference of a kernel's lookups from those in the batches' statistics up to which both are one workload."""
+TOGETHER = 0.1
+"""Prior on the ratio of latency's and bytes' factors, which few exchanges tell apart: factors that differ by e weigh as
+much as an exchange that is 10 % off."""
+OUTLYING = 0.5
+"""Relative error from which on an exchange counts less."""
 
 
 @neutral()
 def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, force: bool = False) -> Checkpoint:
-    """Correct a checkpoint's costs, or those of bandwidths where it has no network, by optimizer and direction: their
-    level, or what rows, their weights and lookups add, or both, as far as kernels that are held out confirm it; and
-    latency and bandwidth of exchanges (:func:`learn_exchanges`). Of kernels, what was not observed stays.
+    """Correct a checkpoint's costs by observed steps, as far as held-out kernels and exchanges confirm it.
+
+    Kernels are corrected by optimizer and direction: their level, the parts for rows, weights and lookups, or both.
+    Without a network, costs by bandwidths are corrected. Exchanges get latency and bandwidth. All that was not observed
+    stays as it was.
 
     Args:
-        checkpoint: to do better than.
-        observation: of one kind of hardware.
+        checkpoint: costs to correct.
+        observation: training steps on one kind of hardware.
         out: file to write.
-        force: write it, even where nothing was made better.
+        force: write the file even if nothing improved.
 
     Returns:
-        What was written; its metadata have under ``learned`` from what, errors before and after, and what was never
-        observed.
+        The written checkpoint. Its metadata under ``learned`` name the source, errors before and after, and what was
+        never observed.
 
     Raises:
-        CalibrationRefused: no held-out kernel confirmed anything, or the kernels were FBGEMM's reference kernels;
-            nothing was written.
-        ObservationError: there is no kernel to learn from, or the checkpoint's costs are of another kind of device.
+        CalibrationRefused: held-out data confirmed nothing, or the kernels were FBGEMM's reference kernels; nothing was
+            written.
+        ObservationError: no kernel was observed, or the checkpoint's costs are of another kind of device.
         FileError: ``out`` cannot be written.
     """
     if observation.hardware.get("instruction_set") == REFERENCE and not force:
@@ -124,32 +85,30 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         )
     observed = ObservedSets.of(observation)
     device, known = str(observation.hardware["device"]), checkpoint.metadata.get("hardware", {}).get("device")
-    if known != device and (checkpoint.cost is not None or "learned" in checkpoint.metadata):
+    learned_before = checkpoint.metadata.get("learned", {})
+    if known != device and (checkpoint.cost is not None or learned_before):
         raise ObservationError(
             f"{checkpoint.name} has costs of {known}, and {device} was observed: use --checkpoint auto"
         )
     prior = RooflineCost.of_topology(observation.topology)
-    # Bandwidths of memory and of the link to the host's: corrections are of these, whatever the topology says later.
-    memory, link = checkpoint.metadata.get("learned", {}).get("bytes_per_ms") or (
-        prior.memory_bytes_per_ms,
-        prior.uvm_bytes_per_ms,
-    )
-    compute = checkpoint.cost or RooflineCost.of_bandwidths(device, memory, link, str(observation.hardware.get("name")))
+    # Corrections are of these bandwidths, whatever topologies say later.
+    memory, link = learned_before.get("bytes_per_ms") or (prior.memory_bytes_per_ms, prior.uvm_bytes_per_ms)
+    compute = checkpoint.cost or RooflineCost.of_bandwidths(device, memory, link, str(observation.hardware["name"]))
     corrections, checks = choose_corrections(compute, checkpoint.metadata.get("corrections", {}), observed.sets)
     collectives, exchanges = learn_exchanges(observation, checkpoint)
     if not force and not any(check.changed for check in checks) and not exchanges:
         kernels = f"{len(observed.sets)} kernels" if len(observed.sets) > 1 else "one kernel, which none confirms"
         raise CalibrationRefused(
-            f"{observation.title} ({kernels}): no correction made the costs of {checkpoint.name} better on kernels or "
-            "exchanges held out; observe another plan too",
+            f"{observation.title} ({kernels}): no correction reduced the errors of {checkpoint.name} on held-out "
+            "kernels or exchanges; observe another plan too",
             [check.to_dict(observed=True) for check in checks],
         )
     title = f"{observation.title} on {hardware_name(observation.hardware)}"
     seen = set(optimizer_of(observed.sets.features_SF).tolist())
-    unseen = [title for index, title in enumerate(OPTIMIZERS.values()) if index not in seen]
+    unseen = [name for index, name in enumerate(OPTIMIZERS.values()) if index not in seen]
     unseen += [kind for kind in SHARDING_TYPES if kind not in observed.kinds]
-    # Of what an earlier learning had observed, corrections are kept: that is not as it was before any.
-    ever_unseen = checkpoint.metadata.get("learned", {}).get("never_observed", unseen)
+    # Corrections from earlier observations are kept, so these parts are not "as before".
+    ever_unseen = learned_before.get("never_observed", unseen)
     never, earlier = ([one for one in unseen if (one in ever_unseen) == yes] for yes in (True, False))
     told = {
         "from": checkpoint.name,
@@ -177,9 +136,275 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
 
 
 def _said(title: str, checks: Sequence[StageCheck], earlier: Sequence[str], never: Sequence[str]) -> str:
-    off: dict[str, list[str]] = {}
+    off: dict[str, list[str]] = defaultdict(list)
     for check in checks:
-        off.setdefault(OPTIMIZERS[check.optimizer], []).append(f"{100 * check.after:.0f}")
-    errors = ", ".join(f"{name} ({' and '.join(both)} % off on kernels held out)" for name, both in off.items())
+        off[OPTIMIZERS[check.optimizer]].append(f"{100 * check.after:.0f}")
+    errors = ", ".join(f"{name} ({' and '.join(both)} % off on held-out kernels)" for name, both in off.items())
     of_earlier = f"observed in earlier runs: {', '.join(earlier)}; " if earlier else ""
     return f"learned from {title}: {errors}; {of_earlier}never observed, and as before: {', '.join(never) or 'nothing'}"
+
+
+# Kernels
+
+
+@dataclass(frozen=True)
+class ObservedSets:
+    """Observed fused kernels as labelled sets.
+
+    Equal parts of the same tables are one set, whatever runs and ranks had them: they must not confirm each other. The
+    same tables with other lookups are another set.
+    """
+
+    sets: LabelledSets
+    kinds: frozenset[str]
+    """Sharding types among the kernels."""
+    left_out: tuple[str, ...]
+    """Reasons for which kernels are left out."""
+
+    @classmethod
+    @neutral()
+    def of(cls, observation: Observation) -> ObservedSets:
+        """Return the kernels of all runs and ranks.
+
+        Raises:
+            ObservationError: there is none to learn from; says why.
+        """
+        found: dict[tuple[Any, ...], tuple[list[Workload], list[list[float]]]] = {}
+        left_out: dict[str, None] = {}
+        ranks = ((run, rank) for run in observation.runs for rank in run.ranks)
+        for run, rank in ranks:
+            for index, kernel in enumerate(rank.kernels):
+                workloads, reason = _workloads(run, rank, index, kernel)
+                if reason:
+                    left_out[reason] = None
+                    continue
+                parts = tuple(sorted((table.name, table.size) for table in kernel.tables))
+                asked = sum(one.lookups for one in workloads), sum(one.distinct_rows for one in workloads)
+                alike = tuple(round(math.log(number, 1 + OTHER_LOOKUPS)) for number in asked)
+                key = kernel.sharding_type, kernel.optimizer, kernel.samples, parts, alike
+                times_ms = [rank.median(f"kernel {index} {way}") for way in ("forward", "backward")]
+                found.setdefault(key, (workloads, []))[1].append(times_ms)
+        if not found:
+            raise ObservationError(f"no fused kernel to learn from: {'; '.join(left_out) or 'none was observed'}")
+        labels_X2 = torch.tensor([torch.tensor(times).mean(0).tolist() for _, times in found.values()])
+        sets = LabelledSets.of([workloads for workloads, _ in found.values()], labels_X2)
+        return cls(sets, frozenset(kind for kind, *_ in found), tuple(left_out))
+
+
+def _workloads(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel) -> tuple[list[Workload], str]:
+    """Return a kernel's workloads, or the reason why they are unknown."""
+    name = f"{kernel.sharding_type} of {kernel.tables[0].name}"
+    if kernel.kernel == DENSE:
+        return [], f"{name}: replicas are updated outside their kernels; observe a plan whose tables are sharded"
+    if kernel.kernel != FUSED:
+        return [], f"{kernel.kernel} kernels take more than their own time"
+    if not all(rank.median(f"kernel {index} {way}") > 0 for way in ("lookups", "forward", "backward")):
+        return [], f"{name}: the kernel looked nothing up, or was not trained"
+    try:
+        workloads = kernel.workloads(run.statistics)
+    except ObservationError as error:
+        return [], str(error)
+    told, read = sum(one.lookups for one in workloads), rank.median(f"kernel {index} lookups")
+    if abs(told - read) > OTHER_LOOKUPS * read:
+        return [], f"{name}: the kernel reads {read:,.0f} ids a step, and the batches have {told:,.0f} for it"
+    return workloads, ""
+
+
+# Exchanges
+
+
+@dataclass(frozen=True)
+class ObservedExchange:
+    """All calls of one operation in one pass of a run's steps; all of a run's exchanges of lookups."""
+
+    operation: str
+    calls: float
+    slowest_bytes: float
+    """Most bytes that any rank sends or receives."""
+    total_bytes: float
+    ms: float
+
+    def shares(self, model: CollectiveFit | CollectiveModel) -> tuple[float, float]:
+        """Return predicted latency and byte time, as shares of the observed time."""
+        bytes_ms = self.slowest_bytes / model.bytes_per_ms + self.total_bytes / model.shared_bytes_per_ms
+        return self.calls * model.latency_ms / self.ms, bytes_ms / self.ms
+
+    def off(self, model: CollectiveFit | CollectiveModel) -> float:
+        """Return the signed relative error of a prediction."""
+        return sum(self.shares(model)) - 1
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Factors between a model of an operation and its observed exchanges. The shares of the slowest rank's bytes and of
+    all ranks' bytes are kept, since few runs tell them apart."""
+
+    latency_times: float
+    bytes_times: float
+    relative_error: float = 0.0
+
+    def of(self, model: CollectiveModel) -> CollectiveFit:
+        """Return the model slowed down."""
+        latency_ms = self.latency_times * model.latency_ms
+        slowest, shared = (min(rate, MAX_BYTES_PER_MS) for rate in (model.bytes_per_ms, model.shared_bytes_per_ms))
+        return CollectiveFit(latency_ms, slowest, shared, self.relative_error).slowed(self.bytes_times)
+
+
+def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return collectives for a checkpoint's metadata, and sentences about the changes.
+
+    Counts runs whose ranks were all observed, with the hosts and backend of the first one. An operation that was
+    observed without a better fit stays as it was. Outputs that nobody measured are taken to be slower than predicted by
+    as much as a learned one. Null stands for the topology's bandwidths. The checkpoint's own collectives come back if
+    held-out exchanges confirm nothing.
+    """
+    known = checkpoint.metadata.get("collectives")
+    whole = [run for run in observation.runs if len(run.ranks) == run.world_size > 1]
+    if not whole:
+        return known, []
+    first = whole[0]
+    alike = [run for run in whole if _ranks(run) == _ranks(first)]
+    links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
+    seen = exchanges_of(alike, links, str(observation.hardware["device"]))
+    learned: dict[str, Slowdown] = {}
+    said = []
+    for operation, points in seen.items():
+        fit, before, after = _learned(points, links)
+        if fit is not None:
+            learned[operation] = fit
+            what = operation if operation in LOOKUPS else f"outputs by {operation}"
+            were = "not counted" if getattr(links, operation) is None else f"{100 * before:.0f} % off"
+            said.append(f"{what}: were {were}, are now {100 * after:.0f} % off")
+    if not learned:
+        return known, []
+    measured = {} if known is None else fits_of(known)
+    if known is not None and known.get("hosts", 1) != first.hosts:
+        said.append(f"what was measured between ranks of {known.get('hosts', 1)} host(s) is no longer known")
+        measured = {}
+    # An operation that was neither observed nor measured is assumed to be slower by as much as a learned one.
+    slower = next((fit for operation, fit in learned.items() if operation in OPERATIONS), None)
+    counted = LOOKUPS if "lookups" in learned or links.lookups is not None else ()
+    fits: dict[str, CollectiveFit | None] = {}
+    assumed = []
+    for operation in (*OPERATIONS, *counted):
+        model: CollectiveModel | None = getattr(links, operation)
+        if operation in learned:
+            fits[operation] = learned[operation].of(_like(links, operation))
+        elif model is not None and model.is_measured:
+            fits[operation] = measured[operation]
+        elif model is None or operation in seen or operation in LOOKUPS:
+            fits[operation] = None
+        else:
+            fits[operation] = measured.get(operation) if slower is None else slower.of(model)
+            assumed += [operation] * (fits[operation] is not None)
+    return {
+        "backend": first.backend,
+        "world_size": first.world_size,
+        "hosts": first.hosts,
+        "hardware": observation.hardware,
+        "revision": REVISION,
+        "fits": {operation: fit and asdict(fit) for operation, fit in fits.items()},
+        "assumed": assumed,
+    }, said
+
+
+def _ranks(run: ObservedRun) -> tuple[int, int, str]:
+    return run.hosts, run.world_size, run.backend
+
+
+def exchanges_of(runs: Iterable[ObservedRun], links: Links, device: str) -> dict[str, list[ObservedExchange]]:
+    """Return exchanges that predictions can be compared with, by operation; ``links`` tell the time of sorting."""
+    seen: dict[str, list[ObservedExchange]] = defaultdict(list)
+    for run in runs:
+        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing, bag_bytes(device))):
+            seen[one.operation].append(one)
+    return seen
+
+
+def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
+    """Yield exchanges between all ranks, unless other work hides their time. Operations on their way together share
+    it."""
+    if run.hides_outputs:
+        return
+    each_ms = sum(one.ms for one in run.outputs.values())
+    share = min(1.0, run.outputs_ms / max(each_ms, 1e-9))
+    for name, one in run.outputs.items():
+        operation, total = name.split()[1], sum(one.bytes)
+        if " of " in name or not total or one.ms <= 0:
+            continue
+        # Gradients go the other way: a rank receives as many as it has sent outputs.
+        forward = run.outputs.get(f"{OUTPUTS} {operation} forward", one)
+        sent_D = np.array(forward.bytes) * (total / max(sum(forward.bytes), 1.0))
+        received_D = (total - sent_D) / (run.world_size - 1)
+        slowest = float(max(sent_D.max(), received_D.max()))
+        yield ObservedExchange(operation, one.calls, slowest, total, share * one.ms)
+
+
+def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, more_bytes: float) -> Iterator[ObservedExchange]:
+    """Yield the exchange of lookups between all ranks, with the bytes that the cost counts for the run's plan.
+
+    Args:
+        run: all its ranks were observed.
+        bucketing: predicts the time of sorting, which is taken off. Without it, runs that sort are left out.
+        more_bytes: of a bag, beside its length.
+    """
+    of_groups = any(name.startswith("lookups") and " of " in name for name in run.collectives)
+    if run.lookups_ms is None or of_groups:
+        return
+    sent: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(run.world_size, 2, dtype=torch.float64))
+    weighted: dict[tuple[str, str], bool] = {}
+    for rank in run.ranks:
+        for index, kernel in enumerate(rank.kernels):
+            spec, lookups = SHARDING_TYPES[kernel.sharding_type], rank.median(f"kernel {index} lookups")
+            if not spec.is_replicated:
+                key = kernel.module, kernel.sharding_type
+                sent_bytes = kernel.lookup_bytes(lookups) + more_bytes * kernel.bags
+                told_2 = torch.tensor([sent_bytes, sorting_bytes(spec, lookups, kernel.bags)])
+                sent[key][rank.rank] += told_2 / run.world_size
+                weighted[key] = kernel.weighted
+    if not sent:
+        return
+    bytes_XD, sorted_XD = torch.stack(list(sent.values())).unbind(-1)
+    if bucketing is None and bool(sorted_XD.any()):
+        return
+    sorting_ms = 0.0 if bucketing is None else float(bucketing.all_to_all_ms(sorted_XD).sum())
+    slowest_X = CollectiveModel(run.world_size, bytes_per_ms=1.0, latency_ms=0.0).all_to_all_ms(bytes_XD)
+    calls_X = torch.tensor([lookup_exchanges(weighted[key]) for key in sent], dtype=torch.float64)
+    calls, slowest, total = float(calls_X[slowest_X > 0].sum()), float(slowest_X.sum()), float(bytes_XD.sum())
+    if calls and run.lookups_ms > sorting_ms:
+        yield ObservedExchange("lookups", calls, slowest, total * (run.world_size - 1), run.lookups_ms - sorting_ms)
+
+
+def mean_error(points: Sequence[ObservedExchange], links: Links) -> float:
+    """Return the mean relative error of predictions for one operation; 1 if it is not counted."""
+    model: CollectiveModel | None = getattr(links, points[0].operation)
+    return 1.0 if model is None else float(np.mean([abs(one.off(model)) for one in points]))
+
+
+def _learned(points: Sequence[ObservedExchange], links: Links) -> tuple[Slowdown | None, float, float]:
+    """Return a fit that is better on held-out points, if any, and the errors before and after."""
+    like, before = _like(links, points[0].operation), mean_error(points, links)
+    if len(points) < 2:
+        return None, before, before
+    held_out = [one.off(_fit([other for other in points if other is not one], like).of(like)) for one in points]
+    after = float(np.abs(held_out).mean())
+    return (_fit(points, like) if after < before - LEAST_GAIN else None), before, after
+
+
+def _like(links: Links, operation: str) -> CollectiveModel:
+    """Return the model that a fit scales: the operation's own, else that of outputs on the same links; its latency is
+    at least :data:`LATENCY_MS`."""
+    model: CollectiveModel = getattr(links, operation) or links.all_to_all
+    return replace(model, latency_ms=max(model.latency_ms, LATENCY_MS))
+
+
+def _fit(points: Sequence[ObservedExchange], like: CollectiveModel) -> Slowdown:
+    """Fit the factors of latency and bytes by robust least squares."""
+    shares_X2 = np.array([one.shares(like) for one in points])
+    level = -np.log(np.median(shares_X2.sum(1)))
+
+    def off(log_2: np.ndarray) -> np.ndarray:
+        return np.append(np.log(shares_X2 @ np.exp(log_2)), TOGETHER * (log_2[0] - log_2[1]))
+
+    fit = Slowdown(*np.exp(least_squares(off, [level, level], loss="soft_l1", f_scale=OUTLYING).x).tolist())
+    return replace(fit, relative_error=float(np.median([abs(one.off(fit.of(like))) for one in points])))

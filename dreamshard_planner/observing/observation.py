@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Observed training steps as files: one of each rank, merged over ranks and runs.
+"""Observed training steps as files: one for each rank, merged over ranks and runs.
 
-A file holds, by run and rank, what the kept steps took, what each fused kernel computes, statistics of the batches, and
-the plan with what it was predicted to cost, where a planner of ours made it.
+A file holds, by run and rank, times of the kept steps, the fused kernels, statistics of the batches, and the plan with
+its predicted costs if a ``DreamShardPlanner`` made it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,7 @@ from dreamshard_planner.errors import ObservationError, StatisticsError
 from dreamshard_planner.planning.plan_inputs import topology_arguments
 from dreamshard_planner.plans.plan_file import SavedPlan, without_dropped
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.documents import (
-    STRICT,
-    Count,
-    Several,
-    document_of,
-    entries_of,
-    one_of,
-    parsed,
-)
+from dreamshard_planner.support.documents import STRICT, Count, Several, document_of, entries_of, one_of, parsed
 from dreamshard_planner.support.files import brief, write_whole
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import (
@@ -49,32 +41,32 @@ from dreamshard_planner.workload.tables import (
 FORMAT = "dreamshard_planner observation"
 VERSION = 3
 OLDEST_VERSION = 2
-"""Read as well; the plans in these files lack pods and TorchRec's own figures."""
+"""Oldest version that is read; its plans lack pods and TorchRec's own figures."""
 WARM_UP = 3
-"""First steps of a run, in which memory is asked for and caches are empty; left out where others follow."""
+"""First steps of a run, which allocate memory and fill caches; left out if others follow."""
 OUTPUTS = "outputs"
-"""How names of their exchanges begin."""
+"""Start of the names of exchanges of outputs and their gradients."""
 DEVICES = ("cpu", "cuda", "mtia")
-"""That training steps run on."""
 MOST_BESIDE, LEAST_BESIDE = 0.5, 0.1
 """Share of the time of exchanges, and of the step, up to which a rank may do other work meanwhile."""
 
 
 @dataclass(frozen=True)
 class ObservedTable:
-    """A table, or the part of it, that a kernel has."""
+    """A kernel's table, or part of one."""
 
     __pydantic_config__: ClassVar = STRICT
     name: str
-    """Fully qualified."""
+    """Fully qualified name."""
     features: Annotated[tuple[str, ...], Field(min_length=1)]
     rows: Several
+    """Rows of the whole table."""
     dim: Several
-    """Both of the whole table."""
+    """Columns of the whole table."""
     offset: tuple[Count, Count]
     """First row and column of the part."""
     size: tuple[Count, Count]
-    """Its rows and columns."""
+    """Rows and columns of the part."""
 
 
 @dataclass(frozen=True)
@@ -86,105 +78,112 @@ class ObservedKernel:
     kernel: str
     """TorchRec's compute kernel."""
     optimizer: Annotated[str, one_of(OPTIMIZERS)]
-    """As costs tell them apart."""
     memory: Annotated[str, one_of(MEMORIES)]
     pooled: bool
     weighted: bool
     weight_bytes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     samples: Count
-    """Of the batch that it sees."""
+    """Samples of a batch that the kernel sees."""
     tables: Annotated[tuple[ObservedTable, ...], Field(min_length=1)]
 
     @property
     def module(self) -> str:
-        """Path of the sharded module that it belongs to."""
+        """Path of the sharded module."""
         return self.tables[0].name.rpartition(".")[0]
 
     @property
     def bags(self) -> int:
-        """Of a step, whether it pools them or not."""
+        """Bags of a step, pooled or not."""
         return self.samples * sum(len(table.features) for table in self.tables)
 
     def lookup_bytes(self, lookups: float) -> float:
-        """Of so many lookups in a step."""
+        """Return the bytes of a step's lookups."""
         return lookup_bytes(lookups, self.bags, self.weighted)
 
     def workloads(self, statistics: Mapping[str, FeatureStatistics]) -> list[Workload]:
-        """What it asks for, by statistics of the batches; ObservationError where they lack a feature."""
+        """Return the kernel's workloads by statistics of the batches.
+
+        Raises:
+            ObservationError: the statistics lack a feature.
+        """
         if missing := sorted({name for table in self.tables for name in table.features} - set(statistics)):
             raise ObservationError(f"no sampled batch has samples of feature {missing[0]!r}: observe more steps")
-        whole = workloads_of([self._table(table, statistics) for table in self.tables], self.samples)
+        tables = [
+            Table(
+                table.name,
+                table.rows,
+                table.dim,
+                tuple(statistics[name] for name in table.features),
+                weight_bytes=self.weight_bytes,
+                pooled=self.pooled,
+                weighted=self.weighted,
+                optimizer=self.optimizer,
+                memory=self.memory,
+            )
+            for table in self.tables
+        ]
+        whole = workloads_of(tables, self.samples)
         return [one.part(*table.size, table.offset[0]) for one, table in zip(whole, self.tables, strict=True)]
-
-    def _table(self, table: ObservedTable, statistics: Mapping[str, FeatureStatistics]) -> Table:
-        return Table(
-            table.name,
-            table.rows,
-            table.dim,
-            tuple(statistics[name] for name in table.features),
-            weight_bytes=self.weight_bytes,
-            pooled=self.pooled,
-            weighted=self.weighted,
-            optimizer=self.optimizer,
-            memory=self.memory,
-        )
 
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank saw."""
+    """One rank's record of a run."""
 
     __pydantic_config__: ClassVar = STRICT
     rank: Count
     steps: Count
-    """Of the run."""
+    """Steps of the run."""
     kept: tuple[int, ...]
-    """Indices of those that are told of below."""
+    """Indices of the recorded steps."""
     columns: dict[str, tuple[float, ...]]
-    """Milliseconds of each kept step: ``step``, ``forward`` and ``backward`` of the whole model; ``kernel 0 forward``
-    (processor time on a CPU) and so on; ``kernels``, all of them by the host's clock; ``outputs all_to_all forward
-    span`` and ``waited`` of collectives, and ``kernels`` that ran within the span; ``input_dist``, all that lookups
-    take to get to their kernels, in modules that wait for it. Their ``calls``, and ``bytes`` to other ranks;
-    ``lookups`` and ``samples`` of kernels."""
+    """Values of each recorded step, times in milliseconds:
+
+    * ``step``, and ``forward`` and ``backward`` of the whole model;
+    * ``kernel 0 forward`` and so on, processor time on a CPU, with ``lookups`` and ``samples``; ``kernels``, all of
+      them by the host's clock;
+    * ``outputs all_to_all forward`` and other collectives: their ``span``, the rank's wait (``waited``), ``kernels``
+      that ran within the span, ``calls``, and ``bytes`` to other ranks;
+    * ``input_dist``, the way of lookups to the kernels, in modules that wait for them, with ``calls``."""
     kernels: tuple[ObservedKernel, ...]
     statistics: dict[str, FeatureStatistics]
-    """Of this rank's batches."""
+    """Statistics of this rank's batches."""
 
     def __post_init__(self) -> None:
         if odd := next((name for name, values in self.columns.items() if len(values) != len(self.kept)), None):
             raise ValueError(f"{odd!r} has {len(self.columns[odd])} values of {len(self.kept)} steps")
 
     def column(self, name: str) -> tuple[float, ...]:
-        """Of the kept steps; zeros where there is none."""
+        """Return values of the recorded steps; zeros for an unknown column."""
         return self.columns.get(name) or (0.0,) * len(self.kept)
 
     def median(self, name: str) -> float:
-        """Of a column over the kept steps, without the first ones; 0 where there is none."""
+        """Return a column's median after the warm-up; 0 for an unknown column."""
         values = self.column(name)
         late = [value for index, value in zip(self.kept, values, strict=True) if index >= WARM_UP]
         return float(np.median(late or values or [0.0]))
 
     def kernel_ms(self, way: str) -> float:
-        """All fused kernels of a step, ``forward`` or ``backward``."""
+        """Return the time of a step's kernels, ``forward`` or ``backward``."""
         return sum(self.median(f"kernel {index} {way}") for index in range(len(self.kernels)))
 
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """Some steps of one job under one plan."""
+    """Steps of one job under one plan."""
 
     __pydantic_config__: ClassVar = STRICT
     id: str
-    """The same on all ranks."""
+    """Id that all ranks share."""
     started: str
     world_size: Several
     hosts: Several
     backend: str
-    """Of the process group."""
+    """Backend of the process group."""
     plan: SavedPlan | None
-    """With what was predicted of it; None on ranks that did not plan, and where no planner of ours was given."""
+    """Plan with its prediction; None on all ranks but 0, and without a ``DreamShardPlanner``."""
     planned_lookups: dict[str, float]
-    """Per sample, by feature, that the prediction counts on."""
+    """Lookups per sample that the plan counts on, by feature."""
     ranks: tuple[RankSteps, ...] = ()
 
     def __post_init__(self) -> None:
@@ -197,50 +196,61 @@ class ObservedRun:
 
     @cached_property
     def statistics(self) -> TableStatistics:
-        """Of the batches of all ranks."""
+        """Statistics of all ranks' batches."""
         return TableStatistics.merge(TableStatistics(rank.statistics) for rank in self.ranks)
 
     @cached_property
     def collectives(self) -> dict[str, ObservedCollective]:
-        """Each by name, as ``outputs all_to_all forward``."""
+        """Collectives by name, as ``outputs all_to_all forward``."""
         names = {name.removesuffix(" span") for rank in self.ranks for name in rank.columns if name.endswith(" span")}
-        return {name: self._collective(name) for name in sorted(names)}
+        return {
+            name: ObservedCollective(
+                ms=self._last(f"{name} span", f"{name} kernels")[0],
+                span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
+                waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
+                bytes=tuple(rank.median(f"{name} bytes") for rank in self.ranks),
+                calls=max(rank.median(f"{name} calls") for rank in self.ranks),
+            )
+            for name in sorted(names)
+        }
 
     @property
     def outputs(self) -> dict[str, ObservedCollective]:
-        """The collectives that carry outputs and their gradients."""
+        """Collectives of outputs and their gradients."""
         return {name: one for name, one in self.collectives.items() if name.startswith(OUTPUTS)}
 
     @cached_property
     def outputs_ms(self) -> float:
-        """All exchanges of outputs, as :attr:`ObservedCollective.ms`; several on their way together count once."""
+        """Time of all exchanges of outputs, as :attr:`ObservedCollective.ms`; overlapping ones count once."""
         return self._outputs_together[0]
 
     @cached_property
     def hides_outputs(self) -> bool:
-        """Whether a rank does other work than fused kernels for much of the time that outputs are on their way: how
-        long they take by themselves is then not told."""
+        """Overlap of outputs with other work than fused kernels, so large that their own time is unknown."""
         ms, beside_ms = self._outputs_together
         return beside_ms > max(MOST_BESIDE * ms, LEAST_BESIDE * min(rank.median("step") for rank in self.ranks))
 
     @cached_property
     def _outputs_together(self) -> tuple[float, float]:
-        """What they take, and what of that is beside other work."""
         waited = [f"{name} waited" for name in self.outputs]
         return self._last(f"{OUTPUTS} span together", f"{OUTPUTS} kernels together", waited)
 
     @cached_property
     def lookups_ms(self) -> float | None:
-        """All that lookups take to get to their kernels, sorting included, of the rank that came to it last in each
-        step; None where some module did not wait for it, as in a pipeline, or was not seen to."""
+        """Time of lookups to the kernels, sorting included, of the last rank in each step.
+
+        None if a module did not wait for them, as in a pipeline.
+        """
         modules = {kernel.module for rank in self.ranks for kernel in rank.kernels}
         if not modules or any(rank.median("input_dist calls") != len(modules) for rank in self.ranks):
             return None
         return self._last("input_dist")[0]
 
     def _last(self, column: str, without: str = "", waited: Sequence[str] = ()) -> tuple[float, float]:
-        """Of the rank that came to it last, in each step, since who was early has waited: the column without another;
-        and that without what it waited, nothing where no waits were told."""
+        """Return medians over steps, each of the rank that came last, since ranks that come early wait for it.
+
+        The first is a column minus another; the second subtracts the rank's waits too, and is 0 without any.
+        """
         together = set.intersection(*(set(rank.kept) for rank in self.ranks))
         late = sorted(index for index in together if index >= WARM_UP) or sorted(together)
         if not late:
@@ -256,31 +266,22 @@ class ObservedRun:
         ms, beside_ms = (np.median(np.take_along_axis(np.array(each), last_1X, 0)) for each in (own_RX, beside_RX))
         return float(ms), float(beside_ms)
 
-    def _collective(self, name: str) -> ObservedCollective:
-        return ObservedCollective(
-            ms=self._last(f"{name} span", f"{name} kernels")[0],
-            span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
-            waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
-            bytes=tuple(rank.median(f"{name} bytes") for rank in self.ranks),
-            calls=max(rank.median(f"{name} calls") for rank in self.ranks),
-        )
-
 
 @dataclass(frozen=True)
 class ObservedCollective:
-    """One kind of collective of a step; several of a kind are added."""
+    """One kind of collective; several calls in a step add up."""
 
     ms: float
-    """Of the rank that came to it last, in each step, without the kernels that ran meanwhile, as of another sharding
-    type: what the exchange adds to a step. Exact only where all ranks were observed."""
+    """Time that it adds to a step: that of the last rank in each step, without kernels that ran meanwhile. Exact only
+    if all ranks were observed."""
     span_ms: tuple[float, ...]
-    """Of each rank, from its start until the rank had its result."""
+    """Time from start to result, by rank."""
     waited_ms: tuple[float, ...]
-    """Of that, what the rank could do nothing else in."""
+    """Idle part of the span, by rank."""
     bytes: tuple[float, ...]
-    """That each rank sends to the others."""
+    """Bytes sent to other ranks, by rank."""
     calls: float
-    """In a step."""
+    """Calls in a step."""
 
 
 def _told(hardware: dict[str, str | int]) -> dict[str, str | int]:
@@ -300,7 +301,7 @@ class Observation:
 
     __pydantic_config__: ClassVar = STRICT
     hardware: Annotated[dict[str, str | int], AfterValidator(_told)]
-    """Of the first rank; all have the same device, threads and FBGEMM."""
+    """Hardware of the first rank; all have the same device, threads and FBGEMM."""
     runs: tuple[ObservedRun, ...]
 
     def __post_init__(self) -> None:
@@ -309,31 +310,31 @@ class Observation:
 
     @property
     def steps(self) -> int:
-        """Of all runs."""
+        """Steps of all runs."""
         return sum(run.steps for run in self.runs)
 
     @property
     def title(self) -> str:
-        """As ``3 runs, 1,240 steps``."""
+        """Size, as ``3 runs, 1,240 steps``."""
         return f"{len(self.runs)} run{'s' * (len(self.runs) > 1)}, {self.steps:,} steps"
 
     @property
     def topology(self) -> Topology:
-        """The ranks of the first run, with bandwidths and pods of the first plan that was kept, else TorchRec's."""
+        """Ranks of the first run, with bandwidths and pods of the first kept plan, else TorchRec's."""
         first = self.runs[0]
         plans = (run.plan for run in self.runs if run.plan is not None)
         known = next((topology_arguments(plan.inputs.topology) for plan in plans), {})
         ranks, device = first.world_size, str(self.hardware["device"])
-        cards = (str(self.hardware["name"]),) if device == "cuda" and "name" in self.hardware else ()
+        cards = (str(self.hardware["name"]),) if device == "cuda" else ()
         return make_topology(ranks, device, ranks // first.hosts, cards=cards, **known)
 
     def save(self, path: str | Path) -> None:
-        """Write a file that :meth:`load` reads back; FileError says why not."""
+        """Write a file for :meth:`load`; raises FileError if it cannot be written."""
         write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, **document_of(self)}))
 
     @classmethod
     def load(cls, path: str | Path) -> Observation:
-        """Read a file; ObservationError names the file and what is wrong with it."""
+        """Read a file; raises ObservationError, which names file and mistake."""
         known = range(OLDEST_VERSION, VERSION + 1)
         document = entries_of(path, FORMAT, known, "observe again", ObservationError)
         runs = document.get("runs")
@@ -343,17 +344,16 @@ class Observation:
 
     @classmethod
     def load_all(cls, paths: Sequence[str | Path]) -> Observation:
-        """Files merged. Where one is missing, those of its ranks are taken, as :func:`observe` writes them.
+        """Read and merge files; the name of a missing one stands for the files of its ranks.
 
         Raises:
-            ObservationError: a file can't be read, or is of other hardware than the first; those of a name's ranks are
-                of several runs. Names the files.
+            ObservationError: a file cannot be read, or is of other hardware than the first; the ranks' files of a name
+                are of several runs. Names the files.
         """
         named: dict[str, Observation] = {}
         for given in paths:
             of_ranks = {str(path): cls.load(path) for path in files_of(Path(given))}
-            runs = {tuple(run.id for run in one.runs) for one in of_ranks.values()}
-            if len(runs) > 1:
+            if len({tuple(run.id for run in one.runs) for one in of_ranks.values()}) > 1:
                 raise ObservationError(
                     f"{', '.join(of_ranks)}: not of one run: name the files, delete those of an earlier job, or "
                     "observe into this one as often on all ranks"
@@ -363,8 +363,7 @@ class Observation:
 
     @classmethod
     def merge(cls, named: Mapping[str, Observation]) -> Observation:
-        """Of several ranks and runs, by the names of their files; a rank of a run that is there twice, as saved twice,
-        counts once, with the most steps. Runs may have batches of different sizes.
+        """Merge ranks and runs, by the names of their files. A rank that was saved twice counts with the most steps.
 
         Raises:
             ObservationError: hardware differs; ranks of one run have batches of different sizes.
@@ -389,18 +388,17 @@ class Observation:
 
 
 def rank_file(path: Path, rank: int) -> Path:
-    """``observation.json`` of one rank: ``observation.1.json``."""
+    """Return a rank's file: ``observation.1.json`` for ``observation.json``."""
     return path.with_name(f"{path.stem}.{rank}{path.suffix}")
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file, or those of ranks where it is missing."""
+    """Return the file, or the files of ranks if it is missing."""
     ranks = path.parent.glob(f"{escape(path.stem)}.*{escape(path.suffix)}") if not path.exists() else ()
     number = slice(len(path.stem) + 1, -len(path.suffix) or None)
     return sorted(file for file in ranks if file.name[number].isdecimal()) or [path]
 
 
 def _joined(run: ObservedRun, other: ObservedRun) -> ObservedRun:
-    every = sorted((*other.ranks, *run.ranks), key=lambda one: one.steps)
-    ranks: dict[int, RankSteps] = {rank.rank: rank for rank in every}
+    ranks = {rank.rank: rank for rank in sorted((*other.ranks, *run.ranks), key=lambda one: one.steps)}
     return replace(run if run.plan is not None else other, ranks=tuple(ranks[rank] for rank in sorted(ranks)))

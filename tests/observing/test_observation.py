@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from dreamshard_planner import Observation, ObservationError
 from dreamshard_planner.cli import app
-from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, StepRecorder
+from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, Hooks, StepRecorder, guarded
 from dreamshard_planner.observing.learning import ObservedSets
 from dreamshard_planner.observing.observation import rank_file
-from dreamshard_planner.observing.observer import _counted, _counting
 from dreamshard_planner.workload.counting import BatchSampler
 from tests.observing.runs import observation, observed_run, of_size, rank_steps
 
@@ -191,19 +191,28 @@ def test_a_collective_takes_what_the_last_rank_to_come_waits() -> None:
     assert observed_run("a", ranks[0], late).collectives[name].ms == 1.0  # step 4 alone is of both
 
 
-def test_batches_that_cannot_be_counted_end_no_training() -> None:
-    """Such as those of an evaluation, with more keys."""
-    sampler = BatchSampler(every=1)
-    add = _counting(sampler)
+def test_a_failing_callback_is_told_once_and_disabled() -> None:
+    """Such as one that counts batches of an evaluation, with more keys."""
+    sampler, errors = BatchSampler(every=1), []
+    add = guarded(sampler.add, errors.append)
     one, more = (
         KeyedJaggedTensor(keys, torch.arange(2 * len(keys)), lengths=torch.ones(2 * len(keys), dtype=torch.int32))
         for keys in (["f0"], ["f0", "f1"])
     )
-    with warned("observing.observer") as told:
-        for batch in (one, more, more, one):
-            add(batch)
-        assert sampler.counted == 1 and _counted(sampler)["f0"].pooling_factor == 1
-        assert _counted(BatchSampler()) == {}
-    stopped, none = told
-    assert "no more batches are counted, and training goes on" in stopped and "f1" in stopped
-    assert "no batches" in none
+    for batch in (one, more, more, one):
+        add(batch)
+    assert sampler.counted == 1 and sampler.statistics()["f0"].pooling_factor == 1
+    (error,) = errors
+    assert isinstance(error, StatisticsError) and "f1" in str(error)
+
+
+def test_a_failing_hook_ends_the_observation_and_not_the_training() -> None:
+    model, recorder = torch.nn.Linear(2, 1), StepRecorder(DeviceClock(torch.device("cpu")))
+    hooks = Hooks(recorder)
+    hooks.listen_to_steps(model)
+    recorder.clock.mark = lambda: 1 / 0
+    with warned("observing.hooks") as told:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None and not model._forward_hooks and not model._forward_pre_hooks
+    assert told == ["the observation ends, and training goes on: ZeroDivisionError: division by zero"]

@@ -25,15 +25,9 @@ from tests.observing.runs import LOCAL_BATCH, of_size, planned_run
     ("factor", "exchange", "lookups", "meaning", "verdict"),
     [
         (1.1, 1.2, 2.0, "", "the prediction may be trusted on this hardware"),
-        (3.0, 1.0, 2.0, "kernels take 3.00 times what was predicted, on all ranks alike", "dreamshard learn"),
+        (3.0, 1.0, 2.0, "kernels take 3.00 times the predicted time, on all ranks alike", "dreamshard learn"),
         (1.0, 4.0, 2.0, "slow link, or ranks that share cores: outputs take 4.00 times", "trust kernels"),
-        (
-            1.0,
-            1.0,
-            8.0,
-            r"wrong statistics: .* f0 \(8 lookups a sample, now 2\)",
-            "may be",
-        ),
+        (1.0, 1.0, 8.0, r"wrong statistics: .* f0 \(8 lookups a sample, now 2\)", "may be"),
     ],
 )
 def test_a_difference_has_a_meaning_and_a_verdict(
@@ -50,7 +44,7 @@ def test_outputs_beside_other_work_are_not_judged_nor_learned(tmp_path: Path) ->
     hidden = replace(run, ranks=tuple(replace(rank, columns=rank.columns | waited) for rank in run.ranks))
     assert hidden.hides_outputs and not run.hides_outputs
     found = compare(hidden)
-    assert found.trusted and "not told" in found.verdict and "other work" in found.meaning[-1]
+    assert found.trusted and "exchanges are not judged" in found.verdict and "other work" in found.meaning[-1]
     told = next(kind for kind in found.kinds if kind.what.startswith("exchange of outputs"))
     assert told.predicted_ms is None and told.observed_ms[0] > 0
     assert not compare(run).trusted
@@ -77,9 +71,9 @@ def test_what_was_not_seen_is_said() -> None:
     run = planned_run(1.0, 1.0)
     unseen = replace(run.ranks[1], kernels=())
     found = compare(replace(run, ranks=(run.ranks[0], unseen)))
-    assert "no kernel of rank 1 was seen" in found.meaning[0] and found.trusted
+    assert "no kernel of rank 1 was observed" in found.meaning[0] and found.trusted
     neither = compare(replace(run, ranks=(replace(run.ranks[0], kernels=()), unseen)))
-    assert "no kernel of rank 0, 1 was seen" in neither.meaning[0] and neither.trusted is False
+    assert "no kernel of rank 0, 1 was observed" in neither.meaning[0] and neither.trusted is False
     assert "in the file of rank 0, which is not" in compare(replace(run, ranks=run.ranks[1:], plan=None)).verdict
 
 
