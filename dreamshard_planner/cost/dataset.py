@@ -178,7 +178,7 @@ class CostDataset:
         lists = {name: column.tolist() for name, column in self.columns.items()}
         lists["reuse_histogram"] = [tuple(bins) for bins in lists["reuse_histogram"]]
         ordered = (lists[name] for name in WORKLOAD_FIELDS)
-        shards = [Workload(*values) for values in zip(*ordered, strict=True)]
+        shards = [Workload(**dict(zip(WORKLOAD_FIELDS, values, strict=True))) for values in zip(*ordered, strict=True)]
         return [shards[start:end] for start, end in pairwise(self.set_offsets.tolist())]
 
     @cached_property

@@ -1,19 +1,18 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What embedding tables ask of a device: the value types that every other layer speaks.
+"""Tables, how features read them, and workloads: the value types of every other layer.
 
-A :class:`Table` is what a model declares plus what its data looks like. A :class:`Workload` is what one
-shard of it asks of one device in one training step, at the batch size that its kernel sees.
+A :class:`Table` is declared by a model. A :class:`Workload` is one shard's work on one device in one training step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator
-from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.support.documents import STRICT
@@ -23,7 +22,7 @@ from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, mer
 
 
 class States(NamedTuple):
-    """How many states, in fp32, a fused optimizer keeps."""
+    """Number of fp32 states that a fused optimizer keeps."""
 
     per_weight: int
     per_row: int
@@ -37,7 +36,7 @@ OPTIMIZERS = {
     "adam": States(2, 0),
     "other": States(0, 1),
 }
-"""Fused optimizers that the cost models tell apart, by their states; ``other`` is costed like row-wise Adagrad."""
+"""Fused optimizers that the cost models tell apart; ``other`` is costed like row-wise Adagrad."""
 NO_OPTIMIZER = "none"
 _ALIKE = {
     NO_OPTIMIZER: "sgd",
@@ -47,62 +46,60 @@ _ALIKE = {
     "partial_rowwise_lamb": "partial_rowwise_adam",
     "lamb": "adam",
 }
-"""Others of FBGEMM's, and those that keep as many states."""
+"""FBGEMM's other optimizers, each with one of as many states."""
 
 
 def costed_optimizer(name: str) -> str:
-    """Of :data:`OPTIMIZERS`, by TorchRec's or FBGEMM's name of one: itself, or one with as many states."""
+    """Return the key of :data:`OPTIMIZERS` for TorchRec's or FBGEMM's name: the same, or one of as many states."""
     known = name.lower().removeprefix("exact_")
     known = _ALIKE.get(known, known)
     return known if known in OPTIMIZERS else "other"
 
 
 MEMORIES = ("device", "uvm_caching", "uvm", "ssd")
-"""Where the weights live: the device's own memory, unified memory behind a cache on the device, unified memory alone,
-or an SSD of the host (TorchRec's compute kernels ``fused``, ``fused_uvm_caching``, ``fused_uvm``, ``key_value``)."""
-
-
+"""Memory of the weights: the device's own, unified memory behind a cache on the device, unified memory alone, or an SSD
+of the host (TorchRec's compute kernels ``fused``, ``fused_uvm_caching``, ``fused_uvm``, ``key_value``)."""
 INDEX_BYTES = 8
-"""Of one id: TorchRec's are int64."""
+"""Bytes of one id: TorchRec's are int64."""
 LENGTH_BYTES = 4
-"""Of the number of lookups of one bag: int32."""
+"""Bytes of the number of lookups of one bag: int32."""
 LOOKUP_WEIGHT_BYTES = 4
-"""Of a lookup's weight: fp32."""
+"""Bytes of a lookup's weight: fp32."""
 OUTPUT_BYTES = 4
-"""Of one output element: TorchRec's kernels put out fp32 by default."""
+"""Bytes of one output element: TorchRec's kernels put out fp32 by default."""
 CACHE_LOAD_FACTOR = 0.2
-"""Default of FBGEMM and of TorchRec."""
+"""FBGEMM's and TorchRec's default."""
 MAX_BATCHES = 2**53
 MAX_BATCH_SIZE = 2**40
-"""Beyond any; lookups of a batch stay whole numbers."""
+"""Largest batch size; its lookups are still whole numbers in fp64."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureStatistics:
-    """How one sparse feature reads its table, averaged over batches of ``batch_size`` samples."""
+    """Lookups of one sparse feature, averaged over batches of ``batch_size`` samples."""
 
     __pydantic_config__: ClassVar = STRICT
     pooling_factor: float
-    """Lookups per sample. Zero is legal: a feature that is always empty."""
+    """Lookups per sample; 0 if the feature is always empty."""
 
     reuse_histogram: tuple[float, ...] | None = None
-    """Share of the distinct rows of one batch by how often the batch reads them, over the 17 bins
-    (0,1], (1,2], (2,4] ... (32768,inf). None: derived from rows and lookups."""
+    """Shares of a batch's distinct rows by how often the batch reads them, in the 17 bins (0,1], (1,2], (2,4] ...
+    (32768,inf). None: derived from rows and lookups."""
 
     batch_size: int | None = None
-    """Samples in the batches that the histogram was taken at; required with one."""
+    """Samples per batch; required with a histogram."""
 
     distinct_rows: float | None = None
-    """Distinct rows of one such batch. None: derived from lookups and histogram, a few percent off."""
+    """Distinct rows per batch. None: derived from lookups and histogram, a few percent off."""
 
     ids: Annotated[IdHistogram | None, BeforeValidator(of_document)] = None
-    """Shares of the lookups and distinct rows of such batches by parts of the table's range of ids. None: even."""
+    """Shares of lookups and distinct rows over the table's range of ids. None: even."""
 
     batches: int = field(default=1, compare=False)
-    """How many such batches were counted: what merging weighs them by."""
+    """Number of batches counted: the weight of these statistics in a merge."""
 
     weighted: bool = False
-    """Whether the batches carry weights of its lookups, also where the module asks for none."""
+    """True if batches carry weights of lookups, even if the module asks for none."""
 
     def __post_init__(self) -> None:
         if self.ids is not None and self.batch_size is None:
@@ -128,16 +125,14 @@ class FeatureStatistics:
         try:
             bins = tuple(float(share) for share in self.reuse_histogram)
         except (TypeError, ValueError, OverflowError) as error:
-            raise StatisticsError(
-                f"a reuse histogram is a list of shares, got {brief(self.reuse_histogram)}"
-            ) from error
+            given = brief(self.reuse_histogram)
+            raise StatisticsError(f"a reuse histogram is a list of shares, got {given}") from error
         if len(bins) != NUM_REUSE_BINS:
             raise StatisticsError(f"a reuse histogram has {NUM_REUSE_BINS} bins, got {len(bins)}")
         if not all(math.isfinite(share) and share >= 0 for share in bins):
             raise StatisticsError(f"reuse histogram shares must be finite and >= 0, got {bins}")
-        total = sum(bins)
-        if self.pooling_factor > 0 and abs(total - 1.0) > 0.02:
-            raise StatisticsError(f"reuse histogram shares must sum to 1, got {total:.4f}")
+        if self.pooling_factor > 0 and abs(sum(bins) - 1.0) > 0.02:
+            raise StatisticsError(f"reuse histogram shares must sum to 1, got {sum(bins):.4f}")
         if self.batch_size is None:
             raise StatisticsError("a reuse histogram belongs to a batch size: give batch_size")
         object.__setattr__(self, "reuse_histogram", bins)
@@ -147,18 +142,40 @@ class FeatureStatistics:
 
     @property
     def samples(self) -> int:
-        """In one such batch: one, where nothing depends on how many there are."""
+        """Samples per batch; 1 if unknown."""
         return self.batch_size or 1
 
     @property
     def lookups(self) -> float:
-        """Of one such batch."""
+        """Lookups per batch."""
         return self.pooling_factor * self.samples
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Properties that a table's shards have as the whole table has them. ``measured=False``: not in datasets."""
+
+    weight_bytes: float = 4
+    """Bytes of one weight; a quantized one includes its share of the row's scale and bias."""
+    pooled: bool = True
+    """True for EmbeddingBag tables, False for sequence (EmbeddingCollection) tables."""
+    weighted: bool = False
+    """True if lookups carry per-sample weights."""
+    optimizer: str = "sgd"
+    memory: str = "device"
+    output_share: float = field(default=1.0, metadata={"measured": False})
+    """Pooled vectors per sample and feature: not 1 if features have own batch sizes or several poolings."""
+    cache_load_factor: float = field(default=CACHE_LOAD_FACTOR, metadata={"measured": False})
+    """Share of the rows that the device's cache holds, if ``memory`` is ``uvm_caching``."""
+    prefetched: bool = field(default=False, metadata={"measured": False})
+    """True if the cache is filled during the batch before (TorchRec's prefetch pipeline)."""
+    served: bool = field(default=False, metadata={"measured": False})
+    """True for a quantized table: it has no backward."""
+
+
 @dataclass(frozen=True, slots=True)
-class Table:
-    """One embedding table as a model declares it, with what is known of its data."""
+class Table(Traits):
+    """An embedding table, and statistics of its features."""
 
     __pydantic_config__: ClassVar = STRICT
     name: str
@@ -166,23 +183,6 @@ class Table:
     dim: int
     features: tuple[FeatureStatistics, ...]
     """One entry per feature that the table serves; a shared table has several."""
-    output_share: float = 1.0
-    """Pooled vectors per sample and feature: not one where features have batches of their own or several poolings."""
-    weight_bytes: float = 4
-    """Bytes of one weight: 4 for fp32, 2 for fp16 and bf16, 1 for fp8; for quantized ones with their share of the row's
-    scale and bias."""
-    pooled: bool = True
-    """True for EmbeddingBag tables, False for sequence (EmbeddingCollection) tables."""
-    weighted: bool = False
-    """Whether lookups carry per-sample weights."""
-    optimizer: str = "sgd"
-    memory: str = "device"
-    cache_load_factor: float = CACHE_LOAD_FACTOR
-    """Share of the rows that the device's cache holds, where ``memory`` is ``uvm_caching``."""
-    prefetched: bool = False
-    """Whether that cache is filled for a batch while the one before is computed (TorchRec's prefetch pipeline)."""
-    served: bool = False
-    """Whether it is quantized and only read: it has no backward."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:
@@ -213,8 +213,8 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What one shard asks of one device in one training step."""
+class Workload(Traits):
+    """Work of one shard on one device in one training step."""
 
     name: str
     rows: int
@@ -226,25 +226,16 @@ class Workload:
     distinct_rows: float
     """Distinct rows read by one batch."""
     reuse_histogram: tuple[float, ...] = field(repr=False)
-    """At ``batch_size``; sums to 1, or is all zero where there are no lookups."""
+    """Shares of distinct rows at ``batch_size``; all zero without lookups."""
     num_features: int = 1
-    weight_bytes: float = 4
-    pooled: bool = True
-    weighted: bool = False
-    optimizer: str = "sgd"
-    memory: str = "device"
-    output_share: float = field(default=1.0, metadata={"measured": False})
-    """As in :class:`Table`. Kernels are measured with one."""
     ids: IdHistogram | None = field(default=None, repr=False, metadata={"measured": False})
-    """Shares of such a batch's lookups and distinct rows by parts of the range of ids; None: even. Of whole tables: a
-    block of rows has none of its own."""
-    cache_load_factor: float = field(default=CACHE_LOAD_FACTOR, metadata={"measured": False})
-    prefetched: bool = field(default=False, metadata={"measured": False})
-    served: bool = field(default=False, metadata={"measured": False})
+    """Shares over the range of ids of a whole table; None: even. A block of rows has none."""
 
     def part(self, rows: int, dim: int, first_row: int = 0) -> Workload:
-        """What a block of so many rows and columns of this table asks for. Columns repeat every lookup; rows have their
-        share of the lookups and of the distinct rows: that of their ids, where these are known, else an even one."""
+        """Return the workload of a block of rows and columns of this table.
+
+        Columns repeat every lookup. Rows have the share of lookups and distinct rows of their ids, or an even one.
+        """
         if (rows, dim) == (self.rows, self.dim):
             return self
         share = rows / self.rows
@@ -259,7 +250,7 @@ class Workload:
         )
 
     def block(self, rows: int, dim: int, lookup_share: float, distinct_share: float) -> Workload:
-        """A block of rows with these shares, whose reuse is as much higher or lower as its lookups per distinct row."""
+        """Return a block with these shares; its reuse changes by as much as its lookups per distinct row."""
         lookups = self.lookups * lookup_share
         distinct = max(self.distinct_rows * distinct_share, min(1.0, lookups))
         distinct = min(distinct, lookups, rows * self.num_features)  # a row counts once per feature
@@ -278,8 +269,10 @@ class Workload:
         )
 
     def deduped(self, of_rank: Workload, ranks: int) -> Workload:
-        """The same where each of ``ranks`` ranks looks up the distinct rows of its own batch, ``of_rank``, once. Rows
-        that several features of a shared table read count once for each."""
+        """Return the workload if each rank looks up the distinct rows of its own batch, ``of_rank``, once.
+
+        Rows that several features of a shared table read count once for each.
+        """
         if not self.lookups:
             return self
         lookups = min(max(ranks * of_rank.distinct_rows, self.distinct_rows), self.lookups)
@@ -297,47 +290,40 @@ class Workload:
 
     @property
     def lookup_bytes(self) -> float:
-        """Of all ids and weights of one batch, and of the lengths of its bags, as TorchRec sends them to a shard."""
+        """Bytes of ids, weights and bag lengths of one batch, as TorchRec sends them to a shard."""
         return lookup_bytes(self.lookups, self.pooled_vectors, self.weighted)
 
     @property
     def output_elements(self) -> float:
-        """Elements that the kernel writes in the forward pass: one pooled vector per sample and
-        feature, or one vector per lookup for a sequence table."""
+        """Elements that the kernel writes in the forward pass: a vector per bag, or per lookup of a sequence table."""
         return (self.pooled_vectors if self.pooled else self.lookups) * self.dim
 
     @property
     def pooled_vectors(self) -> float:
-        """Bags of one batch, each with a vector after pooling."""
+        """Bags of one batch, each pooled to a vector."""
         return self.num_features * self.batch_size * self.output_share
 
 
 def lookup_bytes(lookups: float, bags: float, weighted: bool) -> float:
-    """Of so many ids, their weights where they have some, and the lengths of their bags."""
+    """Return bytes of ids, of their weights if any, and of bag lengths."""
     return lookups * (INDEX_BYTES + LOOKUP_WEIGHT_BYTES * weighted) + bags * LENGTH_BYTES
 
 
-ALIKE = ("weight_bytes", "pooled", "weighted", "optimizer", "memory", "served", "prefetched", "cache_load_factor",
-         "output_share")  # fmt: skip
-"""What workloads have as their tables have it."""
-
-
 def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
-    """The workloads of whole tables (table-wise shards) whose kernel sees ``batch_size`` samples.
+    """Return the workloads of whole tables (table-wise shards) whose kernel sees ``batch_size`` samples.
 
-    Histograms taken at another batch size are rescaled; missing ones are derived from rows and lookups.
-    A shared table's features are merged: lookups add up, and rows that several features read are
-    counted once per feature, as the kernel sees them.
+    Histograms of another batch size are rescaled; missing ones are derived from rows and lookups. The features of a
+    shared table are merged: lookups add up, and rows count once per feature that reads them, as in the kernel.
     """
     if batch_size < 1:
         raise TaskError(f"batch size must be at least 1, got {batch_size}")
     features = [feature for table in tables for feature in table.features]
     rows = [table.rows for table in tables for _ in table.features]
-    histograms, distinct = _reuse_at(batch_size, features, rows)
-    workloads, start = [], 0
+    reuse = iter(_reuse_at(batch_size, features, rows))
+    workloads = []
     for table in tables:
-        stop = start + len(table.features)
-        bins, count = merge_reuse(histograms[start:stop], distinct[start:stop])
+        histograms, distinct = zip(*islice(reuse, len(table.features)), strict=True)
+        bins, count = merge_reuse(histograms, distinct)
         workloads.append(
             Workload(
                 name=table.name,
@@ -348,46 +334,53 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
                 distinct_rows=count,
                 reuse_histogram=bins,
                 num_features=len(table.features),
-                **{name: getattr(table, name) for name in ALIKE},
-                ids=_ids_of(table, batch_size, distinct[start:stop]),
+                ids=_ids_of(table, batch_size, distinct),
+                **{name: getattr(table, name) for name in _TRAITS},
             )
         )
-        start = stop
     return workloads
+
+
+_TRAITS = tuple(entry.name for entry in fields(Traits))
 
 
 def _reuse_at(
     batch_size: int, features: Sequence[FeatureStatistics], rows: Sequence[int]
-) -> tuple[list[tuple[float, ...]], list[float]]:
-    """Reuse histogram and distinct rows of each feature at another batch size: rescaled where it has a histogram, else
-    derived from its lookups and the rows of its table."""
-    histograms: list[tuple[float, ...]] = [()] * len(features)
-    distinct = [0.0] * len(features)
-
-    def fill(indices: Iterable[int], bins_TK: Tensor, distinct_T: Tensor) -> None:
-        for i, bins, count in zip(indices, bins_TK.tolist(), distinct_T.tolist(), strict=True):
-            histograms[i], distinct[i] = tuple(bins), count
-
-    if known := {i: bins for i, feature in enumerate(features) if (bins := feature.reuse_histogram) is not None}:
-        fill(
-            known,
-            *rescale_reuse(
-                list(known.values()),
-                [rows[i] for i in known],
-                [features[i].lookups for i in known],
-                [batch_size / features[i].samples for i in known],
-                [features[i].distinct_rows for i in known],
-            ),
+) -> list[tuple[tuple[float, ...], float]]:
+    """Return each feature's reuse histogram and distinct rows at a batch size: rescaled, or derived without one."""
+    reuse: list[tuple[tuple[float, ...], float]] = [((), 0.0)] * len(features)
+    known = [i for i, feature in enumerate(features) if feature.reuse_histogram is not None]
+    unknown = [i for i, feature in enumerate(features) if feature.reuse_histogram is None]
+    found = []
+    if known:
+        given = [features[i] for i in known]
+        found.append(
+            (
+                known,
+                rescale_reuse(
+                    [feature.reuse_histogram or () for feature in given],
+                    [rows[i] for i in known],
+                    [feature.lookups for feature in given],
+                    [batch_size / feature.samples for feature in given],
+                    [feature.distinct_rows for feature in given],
+                ),
+            )
         )
-    if unknown := [i for i, feature in enumerate(features) if feature.reuse_histogram is None]:
+    if unknown:
         lookups = [features[i].pooling_factor * batch_size for i in unknown]
-        fill(unknown, *default_reuse([rows[i] for i in unknown], lookups))
-    return histograms, distinct
+        found.append((unknown, default_reuse([rows[i] for i in unknown], lookups)))
+    for indices, (bins_TK, distinct_T) in found:
+        for i, bins, count in zip(indices, bins_TK.tolist(), distinct_T.tolist(), strict=True):
+            reuse[i] = tuple(bins), count
+    return reuse
 
 
 def _ids_of(table: Table, batch_size: int, distinct: Sequence[float]) -> IdHistogram | None:
-    """Histogram of a table's ids at a batch size at which its features read ``distinct`` rows; features without one of
-    their own read evenly."""
+    """Return the histogram of a table's ids, or None if all its features read evenly.
+
+    Args:
+        distinct: rows that each feature reads at this batch size.
+    """
     read = [(feature, count) for feature, count in zip(table.features, distinct, strict=True) if count > 0]
     if all(feature.ids is None for feature, _ in read):
         return None
