@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Workloads as numbers: the one table of feature names, and the scaler fitted once on training tables.
+"""Features of workloads: names, values and scaling.
 
 Shapes: S shards, F features.
 """
@@ -35,7 +35,7 @@ DESCRIPTORS = (
     "stateful_optimizer",
     *REUSE_FEATURES,
 )
-"""What a shard looks like; inputs of the networks."""
+"""Description of a shard; inputs of the networks."""
 
 WORK = (
     "tables",
@@ -47,45 +47,44 @@ WORK = (
     "distinct_elements",
     "output_elements",
 )
-"""How much a shard asks for in one step, in plain units; these add up over the shards of a fused group."""
+"""Amounts of one step in plain units, which add up over the shards of a fused group."""
 
 PAPER_FEATURES = ("dim", "rows", "pooling_factor", "size", *REUSE_FEATURES)
 """The 21 features of the DreamShard paper (section 2 and its appendix; size in bytes)."""
 
 NETWORK_FEATURES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS))
-"""All that networks read, but the kind of optimizer (:func:`optimizer_of`), which cost networks read in place of
-``stateful_optimizer``."""
+"""Features that networks read. Cost networks replace ``stateful_optimizer`` by :func:`optimizer_of`."""
 
 PRIOR_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched", "served", "weight_states", "row_states")
-"""What the roofline and corrections read beside: one where the weights live outside the device's own memory; the share
-of a batch's distinct rows that the cache does not hold; one where they are fetched while the batch before is computed;
-one for quantized tables, which have no backward; and the optimizer's states of each weight, and of each row. Of
-these networks read the kind of optimizer alone, and take one that they were not fitted to for row-wise Adagrad, so that
-a checkpoint made before some of them were known is as good as ever."""
+"""Features that only the roofline and corrections read, so that checkpoints made before some of them stay valid.
+
+``uvm_caching`` and ``uvm`` are 1 for weights outside the device's memory. ``cache_misses`` is the share of a batch's
+distinct rows that the cache lacks, ``cache_prefetched`` 1 if they are fetched during the batch before. ``served`` is 1
+for quantized tables. The last two count the optimizer's states."""
 
 FEATURE_NAMES = (*NETWORK_FEATURES, *PRIOR_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}
 
 
 def optimizer_of(features_SF: Tensor) -> Tensor:
-    """Kind of each shard's optimizer, [S]: 0 keeps no state, 2 one for each weight, as Adagrad does, 1 is any other."""
+    """Return the kind of each shard's optimizer, [S]: 0 without state, 2 like Adagrad (one per weight), else 1."""
     of_weights_S, of_rows_S = features_SF[:, columns(("weight_states", "row_states"))].unbind(-1)
     stateful_S, adagrad_S = of_weights_S + of_rows_S > 0, (of_weights_S == 1) & (of_rows_S == 0)
     return stateful_S.long() + adagrad_S.long()
 
 
 def covers(names: Sequence[str]) -> bool:
-    """Whether columns of these names begin with those that networks read here, in the same order."""
+    """Return whether ``names`` begin with :data:`NETWORK_FEATURES`."""
     return list(names[: len(NETWORK_FEATURES)]) == list(NETWORK_FEATURES)
 
 
 def columns(names: Sequence[str]) -> list[int]:
-    """Columns of ``names`` in a feature matrix."""
+    """Return the columns of ``names`` in a feature matrix."""
     return [FEATURE_INDEX[name] for name in names]
 
 
 def feature_matrix(workloads: Sequence[Workload]) -> Tensor:
-    """Features of shards, [S, F] float32, columns in the order of :data:`FEATURE_NAMES`."""
+    """Return features of shards, [S, F] float32, columns in the order of :data:`FEATURE_NAMES`."""
     if not workloads:
         return torch.zeros(0, len(FEATURE_NAMES))
     values_of_field = zip(*map(attrgetter(*_FIELDS), workloads), strict=True)
@@ -96,9 +95,18 @@ _FIELDS = tuple(entry.name for entry in fields(Workload) if entry.name not in ("
 
 
 def features_of(columns: Mapping[str, np.ndarray]) -> Tensor:
-    """The same of shards given as one array [S] per field of :class:`Workload` (``reuse_histogram``: [S, 17]); fields
-    that are left out have their defaults."""
-    w = _completed(columns)
+    """Return features of shards given as one array [S] per field of :class:`Workload` (``reuse_histogram``: [S, 17]).
+
+    Fields that are left out have their defaults.
+    """
+    shards = len(columns["rows"])
+    w = {
+        entry.name: columns[entry.name] if entry.name in columns else np.full(shards, entry.default)
+        for entry in fields(Workload)
+        if entry.name in _FIELDS
+    }
+    # Float64 holds whole numbers of any size.
+    w = {name: column.astype(float) if column.dtype.kind in "iuO" else column for name, column in w.items()}
     rows, dim, weight_bytes, distinct_rows = w["rows"], w["dim"], w["weight_bytes"], w["distinct_rows"]
     lookups = w["pooling_factor"] * w["batch_size"]
     weight_states, row_states = _states(w["optimizer"])
@@ -117,7 +125,7 @@ def features_of(columns: Mapping[str, np.ndarray]) -> Tensor:
         "sequence": ~w["pooled"],
         "weighted": w["weighted"],
         "stateful_optimizer": weight_states + row_states > 0,
-        "tables": np.ones(len(rows)),
+        "tables": np.ones(shards),
         "samples": samples,
         "lookups": lookups,
         "lookup_elements": lookups * dim,
@@ -141,19 +149,8 @@ def features_of(columns: Mapping[str, np.ndarray]) -> Tensor:
     return torch.from_numpy(np.stack([values[name].astype(np.float32) for name in FEATURE_NAMES], axis=1))
 
 
-def _completed(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Whole numbers as float64, which holds them whatever their size, and defaults of fields that are left out."""
-    shards = len(columns["rows"])
-    complete = {
-        entry.name: columns[entry.name] if entry.name in columns else np.full(shards, entry.default)
-        for entry in fields(Workload)
-        if entry.name in _FIELDS
-    }
-    return {name: column.astype(float) if column.dtype.kind in "iuO" else column for name, column in complete.items()}
-
-
 def _states(optimizer_S: np.ndarray) -> np.ndarray:
-    """Of each weight, and of each row, [2, S]."""
+    """Return states per weight and per row, [2, S]."""
     states_2S = np.zeros((2, len(optimizer_S)))
     for name in set(optimizer_S.tolist()):
         states_2S[:, optimizer_S == name] = np.array(OPTIMIZERS[name])[:, None]
@@ -161,8 +158,10 @@ def _states(optimizer_S: np.ndarray) -> np.ndarray:
 
 
 def _cache_misses(w: Mapping[str, np.ndarray], lookups_S: np.ndarray) -> np.ndarray:
-    """Shares of their distinct rows that miss the cache, [S]; zero without one. Every table is taken to have its own
-    share of the cache that a fused group has."""
+    """Return shares of distinct rows that miss the cache, [S]; zero without one.
+
+    Each table has its own share of the cache of its fused group.
+    """
     misses_S = np.zeros(len(lookups_S))
     cached = (w["memory"] == "uvm_caching").nonzero()[0]
     if not len(cached):
@@ -171,7 +170,7 @@ def _cache_misses(w: Mapping[str, np.ndarray], lookups_S: np.ndarray) -> np.ndar
     load_T, histograms_TK = w["cache_load_factor"][cached], w["reuse_histogram"][cached]
     values = (histograms_TK, rows_T, lookups_T, distinct_T, load_T * rows_T)
     asked = list(zip(*(value.tolist() for value in values), strict=True))
-    # Blocks of a table that are alike, whatever their size, miss alike.
+    # Blocks of any size miss alike if these ratios are equal.
     keys = [
         (*histogram, f"{lookups / rows:.9g}", f"{distinct / rows:.9g}", f"{cached_rows / rows:.9g}")
         for histogram, rows, lookups, distinct, cached_rows in asked
@@ -185,21 +184,18 @@ def _cache_misses(w: Mapping[str, np.ndarray], lookups_S: np.ndarray) -> np.ndar
 
 @dataclass(frozen=True)
 class Scaler:
-    """Normalises features with constants fitted once, on training tables, and stored in the checkpoint.
-
-    A column that was constant in training is only centred, so that nothing is divided by zero.
-    """
+    """Normalisation by mean and standard deviation of training tables; constant columns are only centred."""
 
     mean_F: Tensor
     scale_F: Tensor
 
     @classmethod
     def fit(cls, features_SF: Tensor) -> Scaler:
-        """Mean and standard deviation of each column of [S, F]."""
+        """Fit to the columns of [S, F]."""
         std_F = features_SF.double().std(dim=0, unbiased=False)
         scale_F = torch.where(std_F > 1e-6, std_F, torch.ones_like(std_F))
         return cls(features_SF.double().mean(dim=0).float(), scale_F.float())
 
     def __call__(self, features_SF: Tensor) -> Tensor:
-        """Scaled features, same shape."""
+        """Return scaled features of the same shape."""
         return (features_SF - self.mean_F) / self.scale_F

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Table pools: the published collections, and a generator of pools whose statistics match Meta's.
+"""Table pools: published collections, and generators of pools.
 
 Shapes: T tables, K = 17 reuse bins.
 """
@@ -29,9 +29,9 @@ from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""Dims are not published; these span what production models use, each as likely as the others."""
+"""Dims that production models use, drawn uniformly; the real ones are not published."""
 META_MAX_ROWS = 10_000_000
-"""As far as the distinct rows of one batch allow."""
+"""Most rows of a table, unless a batch reads more."""
 TABLES_SCHEMA = "dreamshard_planner.tables/1"
 MERLIN_MODELS = ("tiny", "small", "medium", "large", "jumbo", "colossal")
 EMBARK_MODELS = ("t180", "t200", "t510", "t7")
@@ -43,7 +43,7 @@ def _data(name: str) -> dict[str, Any]:
 
 
 def mlperf_dlrm_dcnv2() -> list[Table]:
-    """The 26 Criteo tables of the MLPerf DLRM-DCNv2 benchmark, with their multi-hot sizes."""
+    """Return the 26 Criteo tables of the MLPerf DLRM-DCNv2 benchmark, with their multi-hot sizes."""
     return [
         Table(e["name"], e["num_embeddings"], e["embedding_dim"], (FeatureStatistics(float(e["pooling_factor"])),))
         for e in _data("mlperf_dlrm_dcnv2.json")["tables"]
@@ -51,17 +51,15 @@ def mlperf_dlrm_dcnv2() -> list[Table]:
 
 
 def merlin(model: str) -> list[Table]:
-    """A synthetic model of NVIDIA Merlin's distributed-embeddings, ``tiny`` (55 tables) to ``colossal`` (2,002)."""
-    if model not in MERLIN_MODELS:
-        raise TaskError(f"unknown Merlin model {model!r}; known are {', '.join(MERLIN_MODELS)}")
+    """Return a synthetic model of NVIDIA Merlin's distributed-embeddings, ``tiny`` (55 tables) to ``colossal``."""
     return _of_groups(model, _data("merlin_synthetic_models.json")["models"][model])
 
 
 def embark(model: str) -> list[Table]:
-    """A model of EMBark's benchmarks, by its name there: ``t180`` (which lists 177 tables), ``t200``, ``t510``, and the
-    ``t7`` beside them, of 446 billion weights. Ids are drawn by a power law of exponent 1.1."""
-    if model not in EMBARK_MODELS:
-        raise TaskError(f"unknown EMBark model {model!r}; known are {', '.join(EMBARK_MODELS)}")
+    """Return a model of EMBark: ``t180`` (177 tables), ``t200``, ``t510``, or ``t7`` (446 billion weights).
+
+    Row popularity is a power law of exponent 1.1.
+    """
     tables, batch_size = _of_groups(model, _data("embark_models.json")["models"][model]), 4096
     lookups = [table.pooling_factor * batch_size for table in tables]
     histogram_TK, _ = default_reuse([table.rows for table in tables], lookups, 1.1)
@@ -72,7 +70,7 @@ def embark(model: str) -> list[Table]:
 
 
 def _of_groups(model: str, groups: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Groups of tables of one shape; each table serves one feature per pooling factor."""
+    """Make groups of equal tables; each table serves one feature per pooling factor."""
     tables = []
     for group, entry in enumerate(groups):
         features = tuple(FeatureStatistics(float(factor)) for factor in entry["pooling_factors"])
@@ -84,20 +82,17 @@ def _of_groups(model: str, groups: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def meta_like(seed: int = 0, num_tables: int = 856, year: int = 2021) -> list[Table]:
-    """Random tables whose pooled statistics are those published for Meta's dlrm_datasets.
+    """Draw random tables with the pooled statistics published for Meta's dlrm_datasets.
 
-    Pooling factors are log-normal with the published mean. Lookups are spread over tables and reuse bins by
-    iterative proportional fitting: rows of that matrix are the tables' lookups, columns the published
-    share of lookups by bin, the start a random tilt of the published histogram for every table.
+    Pooling factors are log-normal with the published mean. Iterative proportional fitting spreads lookups over tables
+    and reuse bins. It starts with a random tilt of the published histogram for each table.
 
     Args:
-        seed: of everything.
+        seed: random seed.
         num_tables: any number; the published pools have 856 (2021) and 788 (2022) tables.
         year: 2021 (batch 65,536) or 2022 (batch 131,072).
     """
-    published = _data("meta_dlrm_reuse.json").get(str(year))
-    if published is None:
-        raise TaskError(f"statistics are published for 2021 and 2022, not for {year}")
+    published = _data("meta_dlrm_reuse.json")[str(year)]
     batch_size = published["batch_size"]
     generator = torch.Generator().manual_seed(seed)
     mean_pooling = published["num_indices"] / published["tables"] / batch_size
@@ -109,7 +104,7 @@ def meta_like(seed: int = 0, num_tables: int = 856, year: int = 2021) -> list[Ta
     distinct_TK = lookups_TK / bin_mean_reuse()
     distinct_T = distinct_TK.sum(-1)
     histogram_TK = distinct_TK / distinct_T[:, None]
-    # How many rows one batch leaves unread is not published: 1.2 to 60 times the distinct rows, log-uniform.
+    # Rows are not published: 1.2 to 60 times the distinct rows of a batch, log-uniform.
     growth_T = (torch.rand(num_tables, generator=generator, dtype=torch.float64) * 3.9 + 0.2).exp()
     rows_T = torch.maximum((distinct_T * growth_T).clamp(max=META_MAX_ROWS), distinct_T * 1.05).ceil().long()
     dim_T = torch.tensor(META_DIMS)[torch.randint(len(META_DIMS), (num_tables,), generator=generator)]
@@ -120,14 +115,14 @@ def meta_like(seed: int = 0, num_tables: int = 856, year: int = 2021) -> list[Ta
 
 
 def broad(seed: int = 0, num_tables: int = 800, shared: float = 0.0, name: str = "broad") -> list[Table]:
-    """Random tables that span what a planner can meet, each quantity apart from the others.
+    """Draw random tables with a wide, independent range of each quantity, for cost networks to learn their bounds.
 
-    Rows are log-uniform from 1 to 10^7, dims the multiples of 4 from 4 to 256, log-uniform; a third is read once
-    per sample, one in twenty never, the others log-uniform from 0.05 to 300 times. Row popularity is a power law with
-    an exponent from 0, where all rows are alike, to 1.6. Cost networks learn their bounds here.
+    Rows are log-uniform from 1 to 10^7, dims log-uniform multiples of 4 from 4 to 256. A third of the tables is read
+    once per sample, one in twenty never, the others log-uniform from 0.05 to 300 times. Row popularity is a power law
+    with an exponent from 0 to 1.6.
 
     Args:
-        seed: of everything.
+        seed: random seed.
         num_tables: any number.
         shared: share of the tables that two to seven features read.
         name: tables are called ``{name}_{index}``.
@@ -157,12 +152,12 @@ def broad(seed: int = 0, num_tables: int = 800, shared: float = 0.0, name: str =
 
 
 def _each(*columns: Tensor) -> Iterator[tuple[Any, ...]]:
-    """What every table has in some columns [T, ...]."""
+    """Iterate over the tables of some columns [T, ...]."""
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _spread_lookups(lookups_T: Tensor, share_K: Tensor, generator: torch.Generator) -> Tensor:
-    """Lookups by table and reuse bin, [T, K]: table sums as given, bin sums in the given proportion."""
+    """Return lookups by table and reuse bin, [T, K], with the given table sums and proportion of bin sums."""
     bins = torch.linspace(-1, 1, len(share_K), dtype=torch.float64)
     tilt_T = 2.0 * torch.randn(len(lookups_T), generator=generator, dtype=torch.float64)
     spread_TK = share_K * (tilt_T[:, None] * bins).exp()
@@ -187,10 +182,10 @@ POOLS: dict[str, Callable[[], list[Table]]] = {
 
 
 def named_pool(name: str) -> list[Table]:
-    """A pool by name, or from a file: ``.json`` of :func:`save_tables`, ``.pt`` or ``.pt.gz`` of Meta's dlrm_datasets.
+    """Load a pool by name, or from a file: ``.json`` of :func:`save_tables`, ``.pt`` or ``.pt.gz`` of dlrm_datasets.
 
     Raises:
-        TaskError: an unknown name (with those that are known), or a file that can't be read as its kind.
+        TaskError: the name is unknown, or the file cannot be read as its kind.
     """
     if name.endswith(".json"):
         return load_tables(name)
@@ -202,24 +197,24 @@ def named_pool(name: str) -> list[Table]:
 
 
 def split_tables(tables: Sequence[Table], seed: int) -> tuple[list[Table], list[Table]]:
-    """Training and test tables, a half each, the same for the same seed."""
+    """Split into training and test tables, a half each."""
     order = torch.randperm(len(tables), generator=torch.Generator().manual_seed(seed)).tolist()
     cut = round(len(tables) / 2)
     return [tables[index] for index in sorted(order[:cut])], [tables[index] for index in sorted(order[cut:])]
 
 
 MAX_ROWS = 2**53
-"""Of a table in a file."""
+"""Most rows, dim or bytes per weight of a table in a file."""
 
 
 def save_tables(path: str | Path, tables: Sequence[Table]) -> None:
-    """Write a JSON file that :func:`load_tables` reads back without loss."""
+    """Write a JSON file that :func:`load_tables` reads without loss."""
     document = {"schema": TABLES_SCHEMA, "tables": [asdict(table) for table in tables]}
     write_whole(path, json.dumps(document, indent=1))
 
 
 def load_tables(path: str | Path) -> list[Table]:
-    """A user's own pool; TaskError names the file, the table and the reason."""
+    """Load a pool of a user; TaskError names the file, the table and the mistake."""
     document = read_json(path, TaskError)
     if not isinstance(document, dict) or document.get("schema") != TABLES_SCHEMA:
         raise TaskError(f"{path}: not a file of tables of schema {TABLES_SCHEMA!r}")
@@ -233,17 +228,14 @@ def load_tables(path: str | Path) -> list[Table]:
 
 
 def load_dlrm_dataset(path: str | Path) -> list[Table]:
-    """Tables from one of Meta's dlrm_datasets, e.g. ``fbgemm_t856_bs65536.pt.gz``.
+    """Load one of Meta's dlrm_datasets, e.g. ``fbgemm_t856_bs65536.pt.gz``, with ``weights_only``.
 
     A file holds one batch of all tables: indices int64 [N], offsets [T * B + 1] and lengths [T, B]. Pooling factors and
-    reuse are counted; rows are the largest index that was read, plus one. Dims are not in the file: they are drawn from
-    ``META_DIMS``, the same every time.
-
-    Args:
-        path: ``.pt``, or ``.pt.gz``; read with ``weights_only``, so that nothing is unpickled but tensors.
+    reuse are counted; rows are the largest index plus one. Dims are not in the file and are drawn from ``META_DIMS``,
+    the same every time.
 
     Raises:
-        TaskError: the file can't be read or is of another form; names the file and the reason.
+        TaskError: names the file and the mistake.
     """
     check_readable(path, TaskError)
     try:

@@ -1,13 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Reuse histograms: how often one batch reads the rows of a table.
+"""Reuse histograms: shares of a batch's distinct rows by how often the batch reads them.
 
-A histogram has 17 bins, (0,1], (1,2], (2,4] ... (16384,32768], (32768,inf): the share of the distinct rows of
-one batch by how often the batch reads them (the bins of Meta's dlrm_datasets and of the DreamShard paper).
-Within a bin, reuse counts are taken to be log-uniform: the share of a count is proportional to its inverse.
+The 17 bins (0,1], (1,2], (2,4] ... (16384,32768], (32768,inf) are those of Meta's dlrm_datasets and of the DreamShard
+paper. Reuse counts are log-uniform within a bin: the share of a count is proportional to its inverse.
 
-A histogram belongs to a batch size. Another size is reached through a power law over all rows where one explains the
-histogram within its sampling noise, since only a law tells of rows not read yet. Elsewhere, a smaller batch is a random
-part of the batch, so that counts thin binomially, and a larger one takes a free mixture of Poisson rates.
+A histogram belongs to a batch size. A power law over all rows rescales it if one explains it within sampling noise,
+since only a law predicts rows that were not read. Otherwise counts thin binomially for a smaller batch, and a free
+mixture of Poisson rates gives a larger one.
 
 Shapes: T tables, K = 17 bins, Q Poisson rates, N indices, R distinct rows, C reuse counts, A exponents.
 """
@@ -27,33 +26,33 @@ from dreamshard_planner.support.torch_state import neutral
 NUM_REUSE_BINS = 17
 BIN_UPPER = tuple(2**k for k in range(NUM_REUSE_BINS - 1))
 TOP_COUNT = 131_072
-"""Where the last, open bin is taken to end."""
+"""Assumed end of the last, open bin."""
 
 POPULARITY_EXPONENT = 1.05
-"""Row popularity falls as rank to this power where nothing is known of a table: the exponent of Merlin's
-synthetic models. On the Meta-like pool it gives a mean reuse of 6.8; 6.9 is published."""
+"""Default exponent of row popularity by rank, from Merlin's synthetic models. It gives a mean reuse of 6.8 on the
+Meta-like pool; 6.9 is published."""
 
 _MIXTURE_RATES = (-10, 17, 2)
-"""Rate grid of the free mixture: log2 of the lowest and highest rate, rates per octave."""
+"""Rates of the free mixture: log2 of the lowest and highest rate, rates per octave."""
 _POWER_LAW_RATES = (-40, 24, 2)
-"""Wider, because the rarest of 10^9 rows count in sum."""
+"""Wider rates, because the rarest of 10^9 rows count in sum."""
 with neutral():
     _EXPONENTS = torch.arange(0.201, 2.0, 0.05, dtype=torch.float64)
-"""Power laws that are tried; none is 1, where the harmonic sum has another form."""
+"""Candidate exponents; none is 1, for which the harmonic sum has another form."""
 _POWER_LAW_NATS, _POWER_LAW_NATS_PER_ROW = 6.0, 0.001
-"""A power law explains a histogram where its log-likelihood ratio is below the sum of these, the second times the
-distinct rows: what chance brings over 17 bins, and an allowance for the grids."""
+"""A power law explains a histogram if its log-likelihood ratio is below the first plus the second times the distinct
+rows: sampling noise over 17 bins, and an allowance for the grids."""
 _DISTINCT_SPREAD = 0.1
-"""How far, relatively, the distinct rows of a power law may be from those of the batch."""
+"""Relative standard deviation of a power law's distinct rows from the batch's."""
 _POPULARITY_BUCKETS = 64
 _LOG2_BATCHES, _HALVINGS = (-40.0, 60.0), 24
-"""How long a cache may hold what it read; halved to a hundred-thousandth of a power of two."""
+"""Bounds of the time that a row stays cached, log2 of batches, and bisections of it."""
 
 
 @cache
 @neutral()
 def bin_mean_reuse() -> Tensor:
-    """Mean reuse count within each bin, [K] float64."""
+    """Return the mean reuse count within each bin, [K] float64."""
     means = [1.0]
     for lower, upper in zip(BIN_UPPER, (*BIN_UPPER[1:], TOP_COUNT), strict=True):
         counts = torch.arange(lower + 1, upper + 1, dtype=torch.float64)
@@ -62,12 +61,12 @@ def bin_mean_reuse() -> Tensor:
 
 
 def reuse_histogram(indices: Tensor) -> tuple[Tensor, float]:
-    """Histogram [K] and number of distinct rows of one batch's indices of one table; zeros if there are none."""
+    """Return histogram [K] and distinct rows of one batch's indices of one table; zeros without indices."""
     return histogram_of_counts(torch.unique(indices, return_counts=True)[1])
 
 
 def histogram_of_counts(count_R: Tensor) -> tuple[Tensor, float]:
-    """The same from how often each distinct row is read, int64 [R]."""
+    """Return histogram [K] and distinct rows by how often each distinct row is read, int64 [R]."""
     if not len(count_R):
         return torch.zeros(NUM_REUSE_BINS, dtype=torch.float64), 0.0
     bin_R = torch.bucketize(count_R, torch.tensor(BIN_UPPER))
@@ -76,7 +75,7 @@ def histogram_of_counts(count_R: Tensor) -> tuple[Tensor, float]:
 
 
 def _bin_probabilities(rate_Q: Tensor) -> Tensor:
-    """Probability that a Poisson count of each rate falls into each bin, [..., K]; zero counts fall into none."""
+    """Return the probability of a Poisson count in each bin, [..., K], by rate; zero counts are in none."""
     edges = torch.tensor((0, *BIN_UPPER), dtype=torch.float64)
     at_most = torch.special.gammaincc(edges + 1, rate_Q[..., None].double().clamp_min(1e-12))
     at_most = torch.cat([at_most, torch.ones_like(at_most[..., :1])], dim=-1)
@@ -88,8 +87,13 @@ def default_reuse(
     lookups: Sequence[float] | Tensor,
     exponent: float | Tensor = POPULARITY_EXPONENT,
 ) -> tuple[Tensor, Tensor]:
-    """Histograms [T, K] and distinct rows [T] of tables of which only ``rows`` and the ``lookups`` of a batch
-    are known: row popularity falls as rank to the power ``exponent``, one for all or [T]; 1 itself is left out."""
+    """Return histograms [T, K] and distinct rows [T] by a power law of row popularity.
+
+    Args:
+        rows: rows of each table.
+        lookups: lookups of a batch.
+        exponent: popularity falls as rank to this power; one or [T], not 1.
+    """
     rows_T = torch.as_tensor(rows, dtype=torch.float64)
     lookups_T = torch.as_tensor(lookups, dtype=torch.float64)
     # Ranks in log-spaced buckets: edges 0 .. rows, popularity from the integral of the power law.
@@ -105,7 +109,7 @@ def default_reuse(
 
 
 def _normalise(count_TK: Tensor, rows_T: Tensor, lookups_T: Tensor) -> tuple[Tensor, Tensor]:
-    # The only row of a table takes every lookup: nothing random about its bin.
+    # The only row of a table takes every lookup.
     only_TK = torch.eye(NUM_REUSE_BINS, dtype=torch.float64)[torch.bucketize(lookups_T, torch.tensor(BIN_UPPER))]
     count_TK = torch.where((rows_T == 1)[:, None], only_TK, count_TK)
     distinct_T = count_TK.sum(-1)
@@ -117,7 +121,7 @@ def _normalise(count_TK: Tensor, rows_T: Tensor, lookups_T: Tensor) -> tuple[Ten
 
 
 def mean_reuse(histograms_TK: Tensor) -> Tensor:
-    """Mean reuse of distinct rows, [T]."""
+    """Return the mean reuse of distinct rows, [T]."""
     return histograms_TK.double() @ bin_mean_reuse()
 
 
@@ -128,18 +132,15 @@ def rescale_reuse(
     factor: Sequence[float],
     distinct: Sequence[float | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Histograms at another batch size.
+    """Return histograms [T, K] and distinct rows [T] at another batch size.
 
     Args:
-        histograms: [T, K], taken at a batch with ``lookups`` lookups.
-        rows: of the tables, [T].
-        lookups: of the batches that the histograms were taken at, [T].
+        histograms: [T, K].
+        rows: rows of each table, [T].
+        lookups: lookups of the batch of each histogram, [T].
         factor: new batch size over old, [T].
-        distinct: distinct rows of the batches that the histograms were taken at, [T]. Where None, the lookups over the
-            mean reuse of the histogram, which is a few percent off: a histogram says little of its last bins.
-
-    Returns:
-        Histograms [T, K] and distinct rows [T] at the new batch size.
+        distinct: distinct rows of the batch of each histogram, [T]. None: lookups over the mean reuse, a few percent
+            off, since a histogram is coarse in its last bins.
     """
     histogram_TK = torch.as_tensor(histograms, dtype=torch.float64)
     rows_T = torch.as_tensor(rows, dtype=torch.float64)
@@ -163,8 +164,10 @@ def rescale_reuse(
 @cache
 @neutral()
 def _thinning(factor: float) -> Tensor:
-    """Probability [K, K] that a row of each old bin falls into each new one when a batch shrinks by ``factor`` < 1;
-    what is missing to 1 is not read at all."""
+    """Return the probability [K, K] of each new bin by old bin if a batch shrinks by ``factor`` < 1.
+
+    Rows sum to less than 1: some rows are not read any more.
+    """
     import numpy as np
     from scipy.stats import binom
 
@@ -181,7 +184,7 @@ def _thinning(factor: float) -> Tensor:
 def _rescaled_counts(
     histogram_TK: Tensor, distinct_T: Tensor, counted_T: Tensor, rows_T: Tensor, lookups_T: Tensor, factor_T: Tensor
 ) -> Tensor:
-    """Expected distinct rows by bin, [T, K], of batches ``factor`` times as large."""
+    """Return the expected distinct rows by bin, [T, K], of batches ``factor`` times as large."""
     law_TQ, explained_T = _fit_power_law(histogram_TK, distinct_T, counted_T, rows_T, lookups_T)
     count_TK = torch.empty_like(histogram_TK)
     for factor in factor_T.unique().tolist():
@@ -204,7 +207,7 @@ def _rescaled_counts(
 def _fit_power_law(
     histogram_TK: Tensor, distinct_T: Tensor, counted_T: Tensor, rows_T: Tensor, lookups_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows per Poisson rate, [T, Q], averaged over exponents by likelihood, and whether they explain the histogram."""
+    """Return rows per Poisson rate, [T, Q], averaged over exponents by likelihood, and if they explain the bins."""
     law_TAQ = _power_laws(rows_T, lookups_T)
     law_TAK = law_TAQ @ _probabilities_at(1.0, _POWER_LAW_RATES)
     law_TA1 = law_TAK.sum(-1, keepdim=True).clamp_min(1e-300)
@@ -229,12 +232,12 @@ def _rates(grid: tuple[int, int, int]) -> Tensor:
 @cache
 @neutral()
 def _probabilities_at(factor: float, grid: tuple[int, int, int]) -> Tensor:
-    """Bin probabilities [Q, K] of a rate grid for a batch ``factor`` times as large."""
+    """Return bin probabilities [Q, K] of a rate grid for a batch ``factor`` times as large."""
     return _bin_probabilities(_rates(grid) * factor)
 
 
 def _power_laws(rows_T: Tensor, lookups_T: Tensor) -> Tensor:
-    """Rows per Poisson rate, [T, A, Q], of tables whose row popularity is a power law, by exponent."""
+    """Return rows per Poisson rate, [T, A, Q], of power laws of row popularity, by exponent."""
 
     def harmonic(count: Tensor) -> Tensor:  # sum of rank ** -exponent, Euler-Maclaurin without its constant
         a = _EXPONENTS
@@ -252,9 +255,11 @@ def _power_laws(rows_T: Tensor, lookups_T: Tensor) -> Tensor:
 
 
 def _mixture(histogram_K: Tensor, distinct: float, rows: float, lookups: float) -> Tensor:
-    """Rows per Poisson rate, [Q], that explain a histogram: non-negative least squares on the bins, with the
-    total lookups, at most ``rows`` rows in all (a slack takes the rest), and a little smoothness; then as many as give
-    the distinct rows."""
+    """Return rows per Poisson rate, [Q], that explain a histogram and give the distinct rows.
+
+    Non-negative least squares on the bins and the total lookups, with at most ``rows`` rows in all (a slack takes the
+    rest) and a little smoothness.
+    """
     import numpy as np
     from scipy.optimize import nnls
 
@@ -271,7 +276,7 @@ def _mixture(histogram_K: Tensor, distinct: float, rows: float, lookups: float) 
     target = torch.cat([histogram_K * scale_K, torch.tensor([strong, strong]), torch.zeros(len(curvature))])
     solution, _ = nnls(torch.cat([design, slack], dim=1).numpy(), target.double().numpy(), maxiter=3000)
     rows_Q = torch.from_numpy(np.asarray(solution[:-1]))
-    # Poisson's counts spread more than those of a batch that reads all its rows as often: too few rows fit best then.
+    # Poisson counts spread more than equal ones, for which too few rows fit best.
     return rows_Q * distinct / (rows_Q @ probability_QK).sum().clamp_min(1e-300)
 
 
@@ -282,22 +287,17 @@ def cache_hits(
     distinct: Sequence[float],
     cached_rows: Sequence[float],
 ) -> Tensor:
-    """What a cache serves that evicts the row whose last read is longest ago, FBGEMM's default.
+    """Return shares of a batch's distinct rows that an LRU cache, FBGEMM's default, holds at its start, [T].
 
-    The histogram is explained by rows per reading rate, as when it is rescaled: by a power law where one does, else by
-    a free mixture. A cache of C rows then holds those read within the last t batches, where n(r) rows that a batch
-    reads r times on average make sum n (1 - exp(-r t)) = C (Che, Tung and Wang, 2002), whatever its associativity. So
-    one batch tells of hits across batches, as long as popularity stays as it is.
+    A power law or a free mixture gives the rows n(r) that a batch reads r times on average, as in
+    :func:`rescale_reuse`. A cache of C rows then holds the rows read within the last t batches, with
+    sum n (1 - exp(-r t)) = C (Che, Tung and Wang, 2002). Popularity is constant across batches.
 
     Args:
         histograms: of a batch, [T, K].
-        rows: of the tables, [T].
-        lookups, distinct: of the batch, [T].
+        rows: rows of each table, [T].
+        lookups, distinct: of the batch, [T]; the share is 1 without lookups.
         cached_rows: rows that the cache holds, [T].
-
-    Returns:
-        Shares of the distinct rows of a batch that the cache holds when the batch starts, [T]; one where nothing is
-        looked up.
     """
     histogram_TK = torch.as_tensor(histograms, dtype=torch.float64)
     rows_T, lookups_T, distinct_T, cached_T = (
@@ -317,7 +317,7 @@ def cache_hits(
 
 
 def _hits(rows_TQ: Tensor, rate_Q: Tensor, cached_T: Tensor) -> Tensor:
-    """Shares of distinct rows, [T], that a cache of ``cached_T`` rows has, by the last read."""
+    """Return shares of distinct rows, [T], in a cache of ``cached_T`` rows."""
     low_T1, high_T1 = (torch.full_like(cached_T[:, None], bound) for bound in _LOG2_BATCHES)
     for _ in range(_HALVINGS):
         middle_T1 = (low_T1 + high_T1) / 2
@@ -329,8 +329,7 @@ def _hits(rows_TQ: Tensor, rate_Q: Tensor, cached_T: Tensor) -> Tensor:
 
 
 def merge_reuse(histograms: Sequence[Sequence[float]], distinct: Sequence[float]) -> tuple[tuple[float, ...], float]:
-    """Histogram and distinct rows of a shared table from those of its features: the kernel sees a row once per
-    feature that reads it. All zero where nothing is looked up."""
+    """Return histogram and distinct rows of a shared table, whose kernel sees a row once per feature that reads it."""
     total = float(sum(distinct))
     if total <= 0:
         return (0.0,) * NUM_REUSE_BINS, 0.0
@@ -342,8 +341,10 @@ def merge_reuse(histograms: Sequence[Sequence[float]], distinct: Sequence[float]
 
 
 def shift_reuse(histogram: tuple[float, ...], ratio: float) -> tuple[float, ...]:
-    """The histogram whose mean reuse is ``ratio`` times as large, as far as 17 bins go: rows move up or down together,
-    by the two whole numbers of bins between which that mean lies."""
+    """Return the histogram with ``ratio`` times the mean reuse, within 17 bins.
+
+    All rows move by the two whole numbers of bins whose means enclose the new mean.
+    """
     means = _shifted_means(histogram)
     target = means[NUM_REUSE_BINS - 1] * ratio
     upper = min(max(bisect_left(means, target), 1), len(means) - 1)
@@ -354,7 +355,7 @@ def shift_reuse(histogram: tuple[float, ...], ratio: float) -> tuple[float, ...]
 
 
 def _shifted(histogram: Sequence[float], bins: int) -> list[float]:
-    """So many bins up, or down where negative; the outermost bins take what would leave."""
+    """Move up by ``bins``; the outermost bins take the overflow."""
     moved = [0.0] * NUM_REUSE_BINS
     for k, share in enumerate(histogram):
         moved[min(max(k + bins, 0), NUM_REUSE_BINS - 1)] += share
@@ -363,7 +364,7 @@ def _shifted(histogram: Sequence[float], bins: int) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _shifted_means(histogram: tuple[float, ...]) -> list[float]:
-    """Mean reuse of a histogram 16 bins down to 16 bins up, ascending."""
+    """Return the mean reuse of a histogram 16 bins down to 16 bins up, ascending."""
     mean_K = bin_mean_reuse().tolist()
     return [
         sum(share * mean for share, mean in zip(_shifted(histogram, bins), mean_K, strict=True))
