@@ -307,7 +307,7 @@ class Machine:
             return ()
         return (
             f"{self.title} are taken to be on one host, and the vendor's have {GPUS_OF_A_HOST}: for several hosts give "
-            "the ranks of one (--gpus) and their number (--nodes)",
+            "the ranks of one (--gpus-per-node) and their number (--nodes)",
         )
 
     def topology(self) -> Topology:

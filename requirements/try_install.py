@@ -21,7 +21,7 @@ from pathlib import Path
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_dlrm.py"
 GIVEN = ("torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec")
-TABLES = "--tables mlperf_dlrm_dcnv2 --gpus 8 --gpu h100 --batch-size 8192 --search-seconds 5 --out"
+TABLES = "--tables mlperf_dlrm_dcnv2 --gpus-per-node 8 --gpu h100 --batch-size 8192 --search-seconds 5 --out"
 COMMANDS = (
     "python -W error::UserWarning:dreamshard_planner -c 'import dreamshard_planner'",
     "dreamshard --version",

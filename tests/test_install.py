@@ -158,7 +158,7 @@ try:
 except ImportError as error:
     print(f"{type(error).__name__}: {error}")
 from dreamshard_planner.cli import main
-sys.argv[1:] = ["plan", "--tables", "mlperf_dlrm_dcnv2", "--gpus", "8", "--batch-size", "8"]
+sys.argv[1:] = ["plan", "--tables", "mlperf_dlrm_dcnv2", "--gpus-per-node", "8", "--batch-size", "8"]
 main()
 """
 

@@ -4,12 +4,12 @@
 Commands import what they work with when they run: ``--help``, ``--version`` and completion load no torch.
 """
 
-from dreamshard_planner.cli import learn, look, observing, place, replan, stats, whatif
+from dreamshard_planner.cli import costs, data, plan, understand
 from dreamshard_planner.cli.app import app
 from dreamshard_planner.cli.output import keep_stdout_for_data, written
 from dreamshard_planner.environment import load_libc10_first
 
-__all__ = ["app", "learn", "look", "main", "observing", "place", "replan", "stats", "whatif"]
+__all__ = ["app", "costs", "data", "main", "plan", "understand"]
 
 
 def main() -> None:

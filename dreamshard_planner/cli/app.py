@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The application that commands are registered on, and how their errors end."""
+"""The application that commands are registered on, its help panels, and the text of its errors."""
 
 from __future__ import annotations
 
@@ -7,19 +7,40 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from dreamshard_planner import __version__
 from dreamshard_planner.environment import explained
 from dreamshard_planner.errors import DreamShardError
 
+RENAMED = {
+    "--gpus": "--gpus-per-node",
+    "--checkpoint": "--costs",
+    "--cost-source": "--costs",
+    "--hbm": "--memory",
+    "--hbm-bandwidth": "--memory-bandwidth",
+    "observed --statistics": "--out",
+}
+"""Today's option by its old spelling, after the name of the command if only one command had it."""
 
-def is_users(error: Exception) -> bool:
-    """Whether an error is about what the user gave, and its text says all there is to say."""
-    planner_types = sys.modules.get("torchrec.distributed.planner.types")  # none of its errors before it is loaded
+
+class Panel(StrEnum):
+    """Groups of commands in the help."""
+
+    plan = "Plan"
+    understand = "Understand"
+    data = "Data"
+    costs = "Costs"
+    advanced = "Costs from your own measurements (advanced)"
+
+
+def is_expected(error: Exception) -> bool:
+    """Return whether an error is about the user's input, so that its text suffices."""
+    planner_types = sys.modules.get("torchrec.distributed.planner.types")  # it raises nothing before it is loaded
     planner_error = () if planner_types is None else (planner_types.PlannerError,)
     return isinstance(error, (DreamShardError, OSError, *planner_error)) and not isinstance(error, BrokenPipeError)
 
@@ -43,7 +64,12 @@ def _quiet() -> Iterator[None]:
 
 
 class Commands(TyperGroup):
-    """Commands whose expected errors become one line on stderr and exit status 1."""
+    """Commands whose expected errors become one line on stderr and exit status 1; the help shows them by panel."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        panels = [panel.value for panel in Panel]
+        shown = dict[str, Any](self.commands)
+        return sorted(shown, key=lambda name: panels.index(shown[name].rich_help_panel or panels[0]))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -51,10 +77,22 @@ class Commands(TyperGroup):
                 return super().invoke(ctx)
         except Exception as error:
             said = explained(error) or error
-            if not is_users(said):
+            if not is_expected(said):
                 raise
             typer.echo(f"error: {' '.join(str(said).split())}", err=True)
             raise typer.Exit(1) from error
+
+
+class _Command(TyperCommand):
+    """A command that names the new spelling of a renamed option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {option for parameter in self.params for option in parameter.opts}
+        for old in (word.partition("=")[0] for word in args):
+            new = RENAMED.get(f"{ctx.info_name} {old}", RENAMED.get(old))
+            if old not in known and new in known:
+                raise typer.BadParameter(f"{old} is now {new}", ctx)
+        return super().parse_args(ctx, args)
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -68,9 +106,11 @@ app = typer.Typer(
 )
 
 
-def command(example: str, name: str | None = None, of: typer.Typer = app) -> Callable[[Command], Command]:
-    """Registers a command, with one example for its help, which the tests run or parse."""
-    return of.command(name, epilog=f"Example: {example}")
+def command(
+    example: str, panel: Panel | None = None, name: str | None = None, of: typer.Typer = app
+) -> Callable[[Command], Command]:
+    """Register a command. The tests run or parse its example."""
+    return of.command(name, cls=_Command, epilog=f"Example: {example}", rich_help_panel=panel and panel.value)
 
 
 def _show_version(value: bool) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Options that several commands share, and the job that they describe."""
+"""Options that several commands share, their values, and the job that they describe."""
 
 from __future__ import annotations
 
@@ -24,14 +24,24 @@ from dreamshard_planner.support.files import brief, check_writable
 
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job
-    from dreamshard_planner.planning.ranks import ShardingGroups
     from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.search_space.placement_rules import PlacementRules
     from dreamshard_planner.workload.statistics import TableStatistics
 
+ADVANCED: dict[str, Any] = {"rich_help_panel": "Advanced"}
+"""For options beyond a help's first screen."""
+PLAN_AGAIN = 3
+"""Exit status if planning again, or moving, is worth it. Errors have 1, and unreadable command lines 2."""
+DAY = 86_400
+"""Most seconds that any option takes."""
+MAX_COUNT, MAX_BYTES, MAX_SEED = 2**53, 2**60, 2**53
+"""Larger values are mistyped, and fit into no tensor."""
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+NUMBER = r"\d+(?:\.\d*)?|\.\d+"
+
 
 class Device(StrEnum):
-    """Where kernels run."""
+    """Kind of device that kernels run on."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -40,8 +50,69 @@ class Device(StrEnum):
 Effort = StrEnum("Effort", list(EFFORTS))  # type: ignore[misc]  # mypy wants the names spelled out
 
 
-def _output(path: Path | None) -> Path | None:
-    """Before minutes of measuring, not after."""
+def gpu(text: str) -> str:
+    """Read a name of :data:`~dreamshard_planner.devices.GPUS`."""
+    try:
+        Machine(ranks_per_host=1, gpu=text.lower())
+    except TaskError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text.lower()
+
+
+def whole(text: str | int) -> int:
+    """Read a count from 1, such as ``8192`` or ``1e6``."""
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)(?:e\+?(\d{1,2}))?\s*", str(text), re.IGNORECASE | re.ASCII)
+    value = Fraction(match[1]) * 10 ** int(match[2] or 0) if match else Fraction(0)
+    if not 1 <= value <= MAX_COUNT or value.denominator > 1:
+        raise typer.BadParameter(f"{brief(text)} is no whole number from 1 to {MAX_COUNT:,}: give one as 8192 or 1e6")
+    return int(value)
+
+
+def size_bytes(text: str) -> int:
+    """Read a size, such as ``80GB`` or ``80Gi``, in bytes."""
+    match = re.fullmatch(rf"\s*({NUMBER})\s*([kmgt]i?)b?\s*", text, re.IGNORECASE)
+    size = float(match[1]) * UNITS[match[2].lower()] if match else math.inf
+    if size > MAX_BYTES:
+        raise typer.BadParameter(f"{brief(text)} is no size up to {MAX_BYTES >> 40:,}TiB: give one as 80GB or 80GiB")
+    return round(size)
+
+
+def bytes_per_s(text: str) -> float:
+    """Read a bandwidth, such as ``25GB/s`` (bytes) or ``200Gb/s`` (bits), in bytes per second."""
+    match = re.fullmatch(rf"\s*({NUMBER})\s*([kKmMgGtT]i?)([bB])(?:/s|ps)\s*", text)
+    rate = float(match[1]) * UNITS[match[2].lower()] / (8 if match[3] == "b" else 1) if match else math.inf
+    if not 1 <= rate <= MAX_BYTES:
+        raise typer.BadParameter(
+            f"{brief(text)} is no bandwidth from 1 byte to {MAX_BYTES >> 40:,}TiB per second: give one as 25GB/s "
+            "(bytes) or 200Gb/s (bits)"
+        )
+    return rate
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Read words separated by commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def ranks_of(text: str) -> list[int]:
+    """Read ranks, such as ``0,2,4-7``."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", part, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not 0 <= last - first < MAX_RANKS:
+            raise typer.BadParameter(f"{part!r} is neither a rank nor a range of them: give them as 0,2,4-7")
+        found += range(first, last + 1)
+    return found
+
+
+def _seed(seed: int) -> int:
+    if abs(seed) > MAX_SEED:
+        raise typer.BadParameter(f"{brief(seed)} is no seed from -2**53 to 2**53")
+    return seed
+
+
+def _writable(path: Path | None) -> Path | None:
     try:
         if path is not None:
             check_writable(path)
@@ -65,117 +136,274 @@ def _threads(count: int) -> int:
     return count
 
 
-def output(help: str) -> typer.models.OptionInfo:
-    """A file to write, checked before any work."""
-    return typer.Option(help=help, callback=_output)
-
-
-DeviceOption = Annotated[Device, typer.Option(help="Where kernels run.", callback=_present)]
-ThreadsOption = Annotated[int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).", callback=_threads)]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
-EffortOption = Annotated[
-    Effort | None,
-    typer.Option(help="How many plans the search tries; default: a given plan's, else default; of what-if: quick."),
-]
-CollectivesOption = Annotated[
-    Path | None, typer.Option(help="JSON of python -m dreamshard_planner.measure.collectives, to keep and plan with.")
-]
-UpdatesOption = Annotated[int | None, typer.Option(min=1, help="Policy updates; by default what a few minutes allow.")]
-
-
-DAY = 86_400
-"""Seconds that anything may take."""
-MAX_COUNT, MAX_BYTES, MAX_SEED = 2**53, 2**60, 2**53
-"""What is larger is mistyped, and fits into no tensor."""
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-NUMBER = r"\d+(?:\.\d*)?|\.\d+"
-
-
-def gpu(text: str) -> str:
-    """A name of :data:`~dreamshard_planner.devices.GPUS`."""
-    try:
-        Machine(ranks_per_host=1, gpu=text.lower())
-    except TaskError as error:
-        raise typer.BadParameter(str(error)) from error
-    return text.lower()
-
-
-def whole(text: str | int) -> int:
-    """``8192`` or ``1e6``, from 1."""
-    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)(?:e\+?(\d{1,2}))?\s*", str(text), re.IGNORECASE | re.ASCII)
-    value = Fraction(match[1]) * 10 ** int(match[2] or 0) if match else Fraction(0)
-    if not 1 <= value <= MAX_COUNT or value.denominator > 1:
-        raise typer.BadParameter(f"{brief(text)} is no whole number from 1 to {MAX_COUNT:,}: give one as 8192 or 1e6")
-    return int(value)
-
-
-def size_bytes(text: str) -> int:
-    """``80GB`` or ``80G``, ``80GiB`` or ``80Gi`` in bytes."""
-    match = re.fullmatch(rf"\s*({NUMBER})\s*([kmgt]i?)b?\s*", text, re.IGNORECASE)
-    size = float(match[1]) * UNITS[match[2].lower()] if match else math.inf
-    if size > MAX_BYTES:
-        raise typer.BadParameter(f"{brief(text)} is no size up to {MAX_BYTES >> 40:,}TiB: give one as 80GB or 80GiB")
-    return round(size)
-
-
-def bytes_per_s(text: str) -> float:
-    """``25GB/s`` (bytes) or ``200Gb/s`` (bits) in bytes per second."""
-    match = re.fullmatch(rf"\s*({NUMBER})\s*([kKmMgGtT]i?)([bB])(?:/s|ps)\s*", text)
-    rate = float(match[1]) * UNITS[match[2].lower()] / (8 if match[3] == "b" else 1) if match else math.inf
-    if not 1 <= rate <= MAX_BYTES:
-        raise typer.BadParameter(
-            f"{brief(text)} is no bandwidth from 1 byte to {MAX_BYTES >> 40:,}TiB per second: give one as 25GB/s "
-            "(bytes) or 200Gb/s (bits)"
-        )
-    return rate
-
-
-def _seed(seed: int) -> int:
-    if abs(seed) > MAX_SEED:
-        raise typer.BadParameter(f"{brief(seed)} is no seed from -2**53 to 2**53")
-    return seed
-
-
 COUNT = partial(typer.Option, parser=whole, metavar="COUNT")
 SIZE = partial(typer.Option, parser=size_bytes, metavar="SIZE")
 RATE = partial(typer.Option, parser=bytes_per_s, metavar="RATE")
 SECONDS = partial(typer.Option, max=DAY)
-SEED = partial(typer.Option, callback=_seed)
-"""Makers of options whose values are read, or bounded, so."""
+SEED = partial(typer.Option, callback=_seed, **ADVANCED)
+OUTPUT = partial(typer.Option, callback=_writable)
+"""Makers of options whose values are parsed or checked. A file to write is checked before any work."""
+
+TABLES = typer.Option(
+    help="Tables to plan: a .json list, a function that returns the model (module:function), or a shipped collection "
+    "(mlperf_dlrm_dcnv2, merlin_small, meta_like_2021, ...).",
+    metavar="SOURCE",
+)
+RANKS = COUNT("--gpus-per-node", "--ranks", help="Ranks of each node: GPUs, or with --device cpu processes.")
+NODES = COUNT(help="Nodes.")
+BATCH_SIZE = COUNT(help="Samples in the batch of one rank.")
+PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard plan or DreamShardPlanner.save_plan.")]
+PlanOutput = Annotated[Path | None, OUTPUT(help="Plan to write, .json: JsonPlanLoader reads it in training.")]
+HtmlOption = Annotated[
+    Path | None, OUTPUT(help="Page to write, .html: the report in one file, without scripts or network.")
+]
+DeviceOption = Annotated[Device, typer.Option(help="Device that kernels run on.", callback=_present)]
+ThreadsOption = Annotated[
+    int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).", callback=_threads, **ADVANCED)
+]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.", **ADVANCED)
+]
+CollectivesOption = Annotated[
+    Path | None,
+    typer.Option(help="JSON of python -m dreamshard_planner.measure.collectives, to keep and plan with.", **ADVANCED),
+]
+UpdatesOption = Annotated[
+    int | None, typer.Option(min=1, help="Policy updates; default: as many as a few minutes allow.", **ADVANCED)
+]
+StatisticsOption = Annotated[
+    Path | None,
+    typer.Option(help="Statistics of the data, .json, of dreamshard stats; default: those of a given plan."),
+]
+CostsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|roofline|torchrec|FILE",
+        help="Costs to rate plans by. auto: your own for this machine, else the ones that ship. roofline: bandwidths. "
+        "torchrec: TorchRec's estimates. FILE: a cost checkpoint. Default: auto, or those of a given plan.",
+    ),
+]
+StartOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|roofline|FILE",
+        help="Costs to correct. auto: those in use on that hardware. roofline: bandwidths. FILE: a cost checkpoint.",
+    ),
+]
+COST_SOURCES = ("auto", "roofline", "torchrec")
+"""Names of costs that are no file."""
 
 
-def listed(text: str) -> tuple[str, ...]:
-    """Words separated by commas."""
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+def cost_settings(costs: str | None) -> dict[str, Any]:
+    """Return the planner's arguments that :data:`CostsOption` stands for; none if it was not given."""
+    if costs is None:
+        return {}
+    return {"cost_source": costs} if costs in COST_SOURCES else {"checkpoint": costs, "cost_source": "auto"}
 
 
-def ranks_of(text: str) -> list[int]:
-    """``0,2,4-7`` as ranks."""
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", part, re.ASCII)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
-        if not 0 <= last - first < MAX_RANKS:
-            raise typer.BadParameter(f"{part!r} is neither a rank nor a range of them: give them as 0,2,4-7")
-        found += range(first, last + 1)
-    return found
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Options of every command that searches or rates plans."""
+
+    costs: CostsOption = None
+    effort: Annotated[
+        Effort | None,
+        typer.Option(
+            help="Number of plans to try; default: a given plan's, else default; of what-if: quick.", **ADVANCED
+        ),
+    ] = None
+    seed: Annotated[int, SEED(help="Seed of the search.")] = 0
+    search_seconds: Annotated[
+        float | None,
+        SECONDS(min=0.01, help="Cap on the search; reading and rating the tables comes on top.", **ADVANCED),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the planner's arguments that were given."""
+        given = {"effort": self.effort and self.effort.value, "search_seconds": self.search_seconds}
+        return {
+            **cost_settings(self.costs),
+            **({"seed": self.seed} if self.seed else {}),
+            **{name: value for name, value in given.items() if value is not None},
+        }
 
 
-class CostSourceName(StrEnum):
-    """Of :data:`dreamshard_planner.planning.cost_sources.COST_SOURCES`."""
+@dataclass(frozen=True, kw_only=True)
+class RatingOptions(SearchOptions):
+    """Options of every command that rates the plan of a file."""
 
-    auto = "auto"
-    roofline = "roofline"
-    torchrec = "torchrec"
+    statistics: StatisticsOption = None
+
+    def known(self) -> TableStatistics | None:
+        """Read the statistics that were given."""
+        if self.statistics is None:
+            return None
+        from dreamshard_planner.workload.statistics import TableStatistics
+
+        return TableStatistics.from_json(self.statistics)
+
+    def job_of(self, saved: SavedPlan) -> Job:
+        """Return a plan's job with the given statistics, costs and search."""
+        from dreamshard_planner.offline.from_plan import job_of
+
+        job = job_of(saved, self.known())
+        return replace(job, settings={**job.settings, **self.settings()})
 
 
-def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose first argument is an instance of this dataclass: its fields become options of their own."""
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions(RatingOptions):
+    """Options of every command that plans a new job."""
+
+    tables: Annotated[str | None, TABLES] = None
+    gpus_per_node: Annotated[int | None, RANKS] = None
+    nodes: Annotated[int, NODES] = 1
+    gpu: Annotated[str | None, typer.Option(help=f"Model of GPU: {', '.join(GPUS)}.")] = None
+    batch_size: Annotated[int | None, BATCH_SIZE] = None
+    device: Annotated[Device, typer.Option(help="Device that trains.", **ADVANCED)] = Device.cuda
+    memory: Annotated[int | None, SIZE(help="Memory of one rank, as 80GB.", **ADVANCED)] = None
+    memory_bandwidth: Annotated[float | None, RATE(help="Bandwidth of that memory, as 2039GB/s.", **ADVANCED)] = None
+    host_memory: Annotated[int | None, SIZE(help="A GPU's part of its host's memory.", **ADVANCED)] = None
+    intra_bandwidth: Annotated[
+        float | None, RATE(help="Bandwidth of a rank to its own node, one direction.", **ADVANCED)
+    ] = None
+    inter_bandwidth: Annotated[
+        float | None, RATE(help="Bandwidth of a rank to other nodes, one direction.", **ADVANCED)
+    ] = None
+    reserve: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=0.99, help="Share of the memory kept free of tables; default: TorchRec's estimate.", **ADVANCED
+        ),
+    ] = None
+    sharding_types: Annotated[
+        str | None, typer.Option(help="TorchRec's names, separated by commas; default: all.", **ADVANCED)
+    ] = None
+    together: Annotated[
+        list[str] | None,
+        typer.Option(help="Tables to keep on one rank; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
+    ] = None
+    apart: Annotated[
+        list[str] | None,
+        typer.Option(help="Tables to keep on different ranks; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
+    ] = None
+    on_ranks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ranks that may hold a table, as user_id=0,2,4-7; repeatable.", metavar="TABLE=RANKS", **ADVANCED
+        ),
+    ] = None
+    sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).", **ADVANCED)] = None
+    sync_interval: Annotated[int, COUNT(help="Batches between two averagings of its replicas.", **ADVANCED)] = 1
+    exact_training: Annotated[
+        bool, typer.Option(help="Leave out sharding types that change the training.", **ADVANCED)
+    ] = True
+
+    def machine(self, ranks_per_host: int) -> Machine:
+        """Return the ranks that train."""
+        if self.device is Device.cpu and self.host_memory is not None:
+            raise typer.BadParameter("--host-memory is of GPUs' hosts: give CPU ranks' memory as --memory")
+        return Machine(
+            ranks_per_host=ranks_per_host,
+            hosts=self.nodes,
+            device=self.device.value,
+            gpu=None if self.gpu is None else self.gpu.lower(),
+            memory_bytes=self.memory,
+            memory_bytes_per_s=self.memory_bandwidth,
+            host_memory_bytes=self.host_memory,
+            intra_bytes_per_s=self.intra_bandwidth,
+            inter_bytes_per_s=self.inter_bandwidth,
+        )
+
+    def job(self) -> Job:
+        """Return the job; finds mistakes in it before anything is planned."""
+        if self.tables is None or self.gpus_per_node is None or self.batch_size is None:
+            missing = [flag(name) for name in ("tables", "gpus_per_node", "batch_size") if getattr(self, name) is None]
+            raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
+        if self.sync_interval != 1 and self.sharding_group is None:
+            raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
+        machine, rules = self.machine(self.gpus_per_node), self._placement_rules()
+        from dreamshard_planner.offline.jobs import Job, read_model
+        from dreamshard_planner.planning.ranks import ShardingGroups
+
+        model, size = read_model(self.tables), self.sharding_group
+        if (statistics := self.known()) is not None:
+            model = model.with_statistics(statistics)
+        settings = {
+            "sharding_types": None if self.sharding_types is None else self._sharding_types(self.sharding_types),
+            "exact_training": self.exact_training,
+            "optimizers_attached": True,  # the plan is for this package's DistributedModelParallel
+            "placement_rules": rules,
+            "sharding_groups": None if size is None else ShardingGroups(size=size, sync_interval=self.sync_interval),
+            **self.settings(),
+        }
+        return _doubted(
+            Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
+        )
+
+    def _placement_rules(self) -> PlacementRules | None:
+        if not (self.together or self.apart or self.on_ranks):
+            return None
+        from dreamshard_planner.search_space.placement_rules import PlacementRules
+
+        on_ranks: dict[str, list[int]] = {}
+        for text in self.on_ranks or ():
+            name, equals, ranks = text.rpartition("=")
+            if not equals or not name.strip():
+                raise typer.BadParameter(f"--on-ranks {text!r}: give a table and its ranks, as user_id=0,2,4-7")
+            if on_ranks.setdefault(name.strip(), found := ranks_of(ranks)) is not found:
+                raise typer.BadParameter(f"--on-ranks names table {name.strip()!r} twice")
+        together, apart = ([listed(text) for text in given or ()] for given in (self.together, self.apart))
+        try:
+            return PlacementRules(together=together, apart=apart, on_ranks=on_ranks)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    def _sharding_types(self, given: str) -> tuple[str, ...]:
+        from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+
+        types = listed(given)
+        unknown = [kind for kind in types if kind not in SHARDING_TYPES]
+        if unknown or not types:
+            raise typer.BadParameter(
+                f"--sharding-types: {unknown[0] if unknown else given!r} is none of {', '.join(SHARDING_TYPES)}"
+            )
+        return types
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(PlanningOptions):
+    """Options of ``plan``, which has to be told the job."""
+
+    tables: Annotated[str, TABLES] = field()
+    gpus_per_node: Annotated[int, RANKS] = field()
+    batch_size: Annotated[int, BATCH_SIZE] = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOrJobOptions(PlanningOptions):
+    """Options of commands that take the job from a plan as well."""
+
+    plan: Annotated[
+        Path | None, typer.Argument(help="A plan, .json, whose job to take; or give --tables and the others.")
+    ] = None
+
+    def job(self) -> Job:
+        """Return the given job, or the plan's with the given statistics, costs and search."""
+        if self.plan is None:
+            return super().job()
+        beside = {entry.name for entry in fields(RatingOptions)} | {"plan"}
+        given = (entry for entry in fields(self) if getattr(self, entry.name) != entry.default)
+        if twice := sorted(flag(entry.name) for entry in given if entry.name not in beside):
+            raise typer.BadParameter(f"{self.plan} says what to plan: leave out {', '.join(twice)}")
+        return _doubted(self.job_of(load_plan(self.plan)))
+
+
+def takes(options: type[SearchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turn the fields of a dataclass into options of a command, whose first argument is an instance of it."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(options, include_extras=True)
+        rating = {entry.name for entry in fields(RatingOptions)}
         shared = [
             inspect.Parameter(
                 entry.name,
@@ -186,7 +414,8 @@ def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., N
             for entry in fields(options)
         ]
         _, *own = inspect.signature(function, eval_str=True).parameters.values()
-        parameters = [*shared, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        parameters = sorted([*shared, *own], key=lambda parameter: parameter.name in rating)  # as the help shows them
 
         def run(**given: Any) -> None:
             mine = {entry.name: given.pop(entry.name) for entry in fields(options)}
@@ -201,210 +430,15 @@ def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., N
     return decorate
 
 
-TABLES = typer.Option(
-    help="What to plan: a .json list of tables, a function that returns the model (module:function), or a "
-    "shipped collection (mlperf_dlrm_dcnv2, merlin_small, meta_like_2021, ...).",
-    metavar="SOURCE",
-)
-RANKS = COUNT("--gpus", "--ranks", help="Ranks of each node.")
-BATCH_SIZE = COUNT(help="Samples in the batch of one rank.")
-BESIDE_PLAN = ("checkpoint", "cost_source", "seed", "effort", "search_seconds")
-"""Options that may be given beside a plan, which says all else."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanningOptions:
-    """Of every command that plans; some know otherwise what to plan."""
-
-    tables: Annotated[str | None, TABLES] = None
-    gpus: Annotated[int | None, RANKS] = None
-    batch_size: Annotated[int | None, BATCH_SIZE] = None
-    nodes: Annotated[int, COUNT(help="Hosts.")] = 1
-    gpu: Annotated[
-        str | None, typer.Option(help=f"Model of GPU, for its memory and bandwidths: {', '.join(GPUS)}.")
-    ] = None
-    device: Annotated[Device, typer.Option(help="What trains.")] = Device.cuda
-    hbm: Annotated[int | None, SIZE("--hbm", "--memory", help="Memory of one rank, as 80GB.")] = None
-    hbm_bandwidth: Annotated[float | None, RATE(help="To that memory, as 2039GB/s.")] = None
-    host_memory: Annotated[int | None, SIZE(help="A GPU's part of its host's memory.")] = None
-    intra_bandwidth: Annotated[float | None, RATE(help="Of a rank to those of its host, one direction.")] = None
-    inter_bandwidth: Annotated[float | None, RATE(help="Of a rank to other hosts, one direction.")] = None
-    reserve: Annotated[
-        float | None,
-        typer.Option(min=0, max=0.99, help="Share of the memory kept for all else; default: TorchRec's estimate."),
-    ] = None
-    statistics: Annotated[Path | None, typer.Option(help="How features read their tables, of dreamshard stats.")] = None
-    checkpoint: Annotated[str, typer.Option(help="auto: your own for this machine, else what ships.")] = "auto"
-    cost_source: Annotated[CostSourceName, typer.Option(help="Whose costs.")] = CostSourceName.auto
-    sharding_types: Annotated[
-        str | None, typer.Option(help="TorchRec's names of the types to use, separated by commas; default: all.")
-    ] = None
-    together: Annotated[
-        list[str] | None,
-        typer.Option(help="Tables that must lie on one rank; may be given several times.", metavar="TABLE,TABLE,..."),
-    ] = None
-    apart: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tables of which no rank may hold two shards; may be given several times.", metavar="TABLE,TABLE,..."
-        ),
-    ] = None
-    on_ranks: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="The ranks that may hold a table, as user_id=0,2,4-7; may be given several times.",
-            metavar="TABLE=RANKS",
-        ),
-    ] = None
-    sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).")] = None
-    sync_interval: Annotated[int, COUNT(help="Batches between two averagings of its replicas.")] = 1
-    exact_training: Annotated[bool, typer.Option(help="Leave out sharding types that change what is trained.")] = True
-    seed: Annotated[int, SEED(help="Of the search.")] = 0
-    effort: EffortOption = None
-    search_seconds: Annotated[
-        float | None, SECONDS(min=0.01, help="Cap on the search; reading and rating the tables comes on top.")
-    ] = None
-
-    def machine(self, ranks_per_host: int) -> Machine:
-        """What is to train."""
-        if self.device is Device.cpu and self.host_memory is not None:
-            raise typer.BadParameter("--host-memory is of GPUs' hosts: give CPU ranks' memory as --memory")
-        return Machine(
-            ranks_per_host=ranks_per_host,
-            hosts=self.nodes,
-            device=self.device.value,
-            gpu=None if self.gpu is None else self.gpu.lower(),
-            memory_bytes=self.hbm,
-            memory_bytes_per_s=self.hbm_bandwidth,
-            host_memory_bytes=self.host_memory,
-            intra_bytes_per_s=self.intra_bandwidth,
-            inter_bytes_per_s=self.inter_bandwidth,
-        )
-
-    def job(self) -> Job:
-        """Read; mistakes in it are found before anything is planned."""
-        if self.tables is None or self.gpus is None or self.batch_size is None:
-            missing = [flag(name) for name in ("tables", "gpus", "batch_size") if getattr(self, name) is None]
-            raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
-        machine, rules = self.machine(self.gpus), self.placement_rules()
-        from dreamshard_planner.offline.jobs import Job, read_model
-
-        model = read_model(self.tables)
-        if (statistics := self.statistics_read()) is not None:
-            model = model.with_statistics(statistics)
-        settings = {
-            "checkpoint": self.checkpoint,
-            "cost_source": self.cost_source.value,
-            "sharding_types": None if self.sharding_types is None else self.sharding_types_named(),
-            "exact_training": self.exact_training,
-            "optimizers_attached": True,  # the plan is for this package's DistributedModelParallel
-            "placement_rules": rules,
-            "sharding_groups": self.sharding_groups(),
-            "seed": self.seed,
-            "search_seconds": self.search_seconds,
-            **({} if self.effort is None else {"effort": self.effort.value}),
-        }
-        return _doubted(
-            Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
-        )
-
-    def sharding_groups(self) -> ShardingGroups | None:
-        """Of 2D parallelism; None where all ranks are one."""
-        if self.sharding_group is None:
-            if self.sync_interval != 1:
-                raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
-            return None
-        from dreamshard_planner.planning.ranks import ShardingGroups
-
-        return ShardingGroups(size=self.sharding_group, sync_interval=self.sync_interval)
-
-    def statistics_read(self) -> TableStatistics | None:
-        """Those of the file that was given."""
-        if self.statistics is None:
-            return None
-        from dreamshard_planner.workload.statistics import TableStatistics
-
-        return TableStatistics.from_json(self.statistics)
-
-    def placement_rules(self) -> PlacementRules | None:
-        """Where tables must lie; None where that is free."""
-        if not (self.together or self.apart or self.on_ranks):
-            return None
-        from dreamshard_planner.search_space.placement_rules import PlacementRules
-
-        on_ranks: dict[str, list[int]] = {}
-        for text in self.on_ranks or ():
-            name, equals, ranks = text.rpartition("=")
-            if not equals or not name.strip():
-                raise typer.BadParameter(f"--on-ranks {text!r}: give a table and its ranks, as user_id=0,2,4-7")
-            if on_ranks.setdefault(name.strip(), found := ranks_of(ranks)) is not found:
-                raise typer.BadParameter(f"--on-ranks names table {name.strip()!r} twice")
-        groups = {
-            name: [listed(text) for text in given or ()]
-            for name, given in (("together", self.together), ("apart", self.apart))
-        }
-        try:
-            return PlacementRules(**groups, on_ranks=on_ranks)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-
-    def sharding_types_named(self) -> tuple[str, ...]:
-        """Those asked for."""
-        from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-
-        types = listed(self.sharding_types or "")
-        unknown = [kind for kind in types if kind not in SHARDING_TYPES]
-        if unknown or not types:
-            raise typer.BadParameter(
-                f"--sharding-types: {unknown[0] if unknown else self.sharding_types!r} is none of "
-                f"{', '.join(SHARDING_TYPES)}"
-            )
-        return types
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions(PlanningOptions):
-    """Of commands that are told what to plan."""
-
-    tables: Annotated[str, TABLES] = field()
-    gpus: Annotated[int, RANKS] = field()
-    batch_size: Annotated[int, BATCH_SIZE] = field()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOrJobOptions(PlanningOptions):
-    """Of commands that also take what to plan from a plan."""
-
-    plan: Annotated[
-        Path | None, typer.Argument(help="A plan, .json, that says what to plan; or give --tables and the others.")
-    ] = None
-
-    def job(self) -> Job:
-        """The plan's, with statistics, checkpoint, costs and search as options say."""
-        if self.plan is None:
-            return super().job()
-        from dreamshard_planner.offline.from_plan import job_of
-
-        given = {
-            entry.name: value
-            for entry in fields(self)
-            if (value := getattr(self, entry.name)) != entry.default and entry.name not in ("plan", "statistics")
-        }
-        if twice := sorted(given.keys() - set(BESIDE_PLAN)):
-            raise typer.BadParameter(f"{self.plan} says what to plan: leave out {', '.join(map(flag, twice))}")
-        job = job_of(load_plan(self.plan), self.statistics_read())
-        return _doubted(replace(job, settings={**job.settings, **given}))
-
-
 def load_plan(path: Path) -> SavedPlan:
-    """Of a file."""
+    """Load a plan file."""
     from dreamshard_planner.plans.plan_file import SavedPlan
 
     return SavedPlan.load(path)
 
 
 def tell_other_statistics(saved: SavedPlan, known: TableStatistics | None, given: Path | None) -> None:
-    """On stderr, where others were given than a plan was made with; PlanError where the plan's are not known."""
+    """Note on stderr that a plan was made with other statistics; PlanError if its own are unknown."""
     from dreamshard_planner.offline.from_plan import check_statistics
 
     if told := check_statistics(saved, known, given is not None):
@@ -412,7 +446,7 @@ def tell_other_statistics(saved: SavedPlan, known: TableStatistics | None, given
 
 
 def _doubted(job: Job) -> Job:
-    """Tells on stderr what of a job is hardly meant."""
+    """Note on stderr what is odd about a job."""
     for text in job.doubtful:
         typer.echo(f"note: {text}", err=True)
     return job

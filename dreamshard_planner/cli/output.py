@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -17,24 +17,33 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dreamshard_planner.support.formatting import layout
+from dreamshard_planner.cli.options import ADVANCED
+from dreamshard_planner.support.formatting import layout, ranges, short
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.replan import Replan
+    from dreamshard_planner.plans.report import Report
 
 PIPE_COLUMNS = 200
-"""Width of tables where stdout is no terminal."""
+"""Width of tables if stdout is no terminal."""
+TABLES_SHOWN = 20
 
 
 class Format(StrEnum):
-    """How data is shown."""
+    """Format of data on stdout."""
 
     table = "table"
     json = "json"
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="A table for people, or JSON for programs.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="A table for people, or JSON for programs.", **ADVANCED)]
 
 
 def keep_stdout_for_data() -> None:
-    """Send to stderr, for the rest of this process, what libraries print past Python: scipy's solver does at times."""
+    """Send to stderr all that libraries print past Python, as scipy's solver does at times."""
     if sys.stdout is None:  # closed by the shell
         sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115 (for the rest of this process)
         return
@@ -45,7 +54,7 @@ def keep_stdout_for_data() -> None:
 
 @contextmanager
 def written() -> Iterator[None]:
-    """All that goes to stdout inside; where that cannot be, one line on stderr says so, and the exit status is 1."""
+    """Write to stdout inside; if that fails, say so in one line on stderr and exit with status 1."""
     try:
         yield
         sys.stdout.flush()
@@ -57,25 +66,21 @@ def written() -> Iterator[None]:
 
 
 def show(document: Any, format: Format, *tables: RenderableType) -> None:
-    """The document, or what makes it, as JSON; or the tables (texts as they are)."""
+    """Show a document, or the result of its maker, as JSON; or the tables, texts as they are."""
     with written():
-        _show(document, format, tables)
-
-
-def _show(document: Any, format: Format, tables: Iterable[RenderableType]) -> None:
-    if format is Format.json:
-        typer.echo(layout(_finite(document() if callable(document) else document)))
-        return
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
-    for table in tables:
-        if isinstance(table, str):
-            typer.echo(table)
-        else:
-            console.print(table)
+        if format is Format.json:
+            typer.echo(layout(_finite(document() if callable(document) else document)))
+            return
+        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+        for table in tables:
+            if isinstance(table, str):
+                typer.echo(table)
+            else:
+                console.print(table)
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> Table:
-    """Rows under names of columns; columns of numbers are flush right."""
+    """Return rows under the names of columns, numbers flush right."""
     rows = [list(row) for row in rows]
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", show_edge=False, pad_edge=False)
     for index, name in enumerate(columns):
@@ -87,7 +92,7 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | Non
 
 
 def facts(document: dict[str, Any], title: str) -> RenderableType:
-    """Names and values, nested ones behind their names."""
+    """Return names and values, with nested names joined by dots."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -125,3 +130,21 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(name): _finite(part) for name, part in value.items()}
     return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def costliest(report: Report, limit: int | None) -> RenderableType:
+    """Return tables and their ranks, the costliest first."""
+    by_cost = sorted(report.tables, key=lambda table: -table.most_ms)
+    shown = by_cost[:limit]
+    rows = [(short(table.name), table.label, ranges(table.ranks), table.most_ms) for table in shown]
+    more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
+    return grid(("table", "sharding", "ranks", "ms on a rank, by itself"), rows, f"Tables{more}")
+
+
+def save_page(subject: Report | SavedPlan | Replan, html: Path | None, title: str | None = None) -> None:
+    """Write the HTML page if one was asked for."""
+    if html is not None:
+        from dreamshard_planner.plans.page import save_html
+
+        save_html(subject, html, title)
+        typer.echo(f"written to {html}", err=True)

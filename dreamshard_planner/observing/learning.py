@@ -87,9 +87,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     device, known = str(observation.hardware["device"]), checkpoint.metadata.get("hardware", {}).get("device")
     learned_before = checkpoint.metadata.get("learned", {})
     if known != device and (checkpoint.cost is not None or learned_before):
-        raise ObservationError(
-            f"{checkpoint.name} has costs of {known}, and {device} was observed: use --checkpoint auto"
-        )
+        raise ObservationError(f"{checkpoint.name} has costs of {known}, and {device} was observed: use --costs auto")
     prior = RooflineCost.of_topology(observation.topology)
     # Corrections are of these bandwidths, whatever topologies say later.
     memory, link = learned_before.get("bytes_per_ms") or (prior.memory_bytes_per_ms, prior.uvm_bytes_per_ms)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint, resolve
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.cli import app, diagnosis, learn
+from dreamshard_planner.cli import app, costs, diagnosis
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
@@ -59,7 +59,7 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
 def test_training_starts_from_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured collectives stay those of the checkpoint in use."""
     in_use, out = resolve("auto", "cpu"), tmp_path / "from.safetensors"
-    monkeypatch.setattr(learn, "_config", lambda *_: QUICK)
+    monkeypatch.setattr(costs, "_config", lambda *_: QUICK)
     dreamshard("train", "--out", str(out), "--seconds", "4")
     made = Checkpoint.load(out).metadata
     assert made["collectives"] == in_use.metadata["collectives"]
@@ -118,7 +118,7 @@ def test_fit_says_which_plans_take_what_it_keeps(
 ) -> None:
     """Sets of another machine are fitted anywhere."""
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
-    monkeypatch.setattr(learn, "_config", lambda *_: QUICK)
+    monkeypatch.setattr(costs, "_config", lambda *_: QUICK)
     sets, measured = CostDataset.load(trained.with_suffix(".dataset.npz")), tmp_path / "sets.npz"
     replace(sets, hardware={**sets.hardware, "name": "abacus"}).save(measured)
     command = ("fit", "--dataset", str(measured), "--test-dataset", str(measured))
@@ -136,7 +136,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
 ) -> None:
     """Whatever else this machine does just now: --force."""
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
-    options = ("--checkpoint", str(trained), "--seconds", "4", "--force", "--format", "json")
+    options = ("--costs", str(trained), "--seconds", "4", "--force", "--format", "json")
     result = dreamshard("calibrate", *options)
     told, (out,) = json.loads(result.stdout), (tmp_path / "checkpoints").iterdir()  # nothing that a later one continues
     assert f"kept in {out}" in result.stderr and out.name.endswith("-1-threads-calibrated.safetensors")
@@ -175,7 +175,7 @@ def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path
     given = ("--tables", str(tmp_path / "tables.json"))
     job = (*given, "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick", "--out", plan)
     dreamshard("plan", *job)
-    options = ("calibrate", "--checkpoint", str(trained), "--seconds", "1", "--force", "--out", out)
+    options = ("calibrate", "--costs", str(trained), "--seconds", "1", "--force", "--out", out)
     for source, batches in ((("--plan", plan), "128 to 128"), (given, "")):
         dreamshard(*options, *source)
         told = Checkpoint.load(out).metadata["calibration"]
@@ -231,7 +231,7 @@ def test_calibration_refuses_and_leaves_what_is_there(
     shipped = Checkpoint.load(SHIPPED / "cpu.safetensors")
     out.write_bytes(b"what is there")
     quick_sets(shipped, **invented)
-    options = ("calibrate", "--checkpoint", str(SHIPPED / "cpu.safetensors"), "--out", str(out))
+    options = ("calibrate", "--costs", str(SHIPPED / "cpu.safetensors"), "--out", str(out))
     said = " ".join(dreamshard(*options, status=1).stderr.split())
     assert reason in said and f"{out} stays as it was" in said and "--force" in said
     assert "backward of row-wise Adagrad" in said and out.read_bytes() == b"what is there"
@@ -268,7 +268,7 @@ def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
 
 
 def test_without_a_network_calibration_names_the_command_that_makes_one(tmp_path: Path) -> None:
-    command = ("calibrate", "--checkpoint", str(SHIPPED / "roofline.safetensors"), "--out", str(tmp_path / "x"))
+    command = ("calibrate", "--costs", str(SHIPPED / "roofline.safetensors"), "--out", str(tmp_path / "x"))
     assert "dreamshard train --device cpu" in dreamshard(*command, status=1).stderr
 
 

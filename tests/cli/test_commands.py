@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import json
 import re
 import shlex
@@ -21,7 +22,9 @@ from typer.testing import CliRunner
 from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cli import app
-from dreamshard_planner.cli.options import CostSourceName, bytes_per_s, size_bytes, whole
+from dreamshard_planner.cli.app import Panel
+from dreamshard_planner.cli.options import COST_SOURCES as NAMED_COSTS
+from dreamshard_planner.cli.options import bytes_per_s, size_bytes, whole
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
@@ -30,8 +33,8 @@ from dreamshard_planner.workload.id_histogram import IdHistogram
 from dreamshard_planner.workload.tables import Table, Workload
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
-SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick")
-TIGHT = ("--hbm", "1GB", "--host-memory", "1GB")
+SMALL = ("--tables", EXAMPLE, "--gpus-per-node", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick")
+TIGHT = ("--memory", "1GB", "--host-memory", "1GB")
 MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
 """Commands that test_cli.py, test_comparison.py and test_learning.py run."""
 
@@ -88,7 +91,40 @@ def test_help_and_version_load_no_torch_and_every_other_import_is_late() -> None
 
 
 def test_choices_that_the_help_lists_are_those_of_the_library() -> None:
-    assert tuple(source.value for source in CostSourceName) == tuple(COST_SOURCES)
+    assert tuple(COST_SOURCES) == NAMED_COSTS
+
+
+def options_of(command: Any, panel: str | None = None) -> list[str]:
+    """Spellings of a command's options in one panel of its help."""
+    options = [one for one in command.params if one.param_type_name == "option" and one.rich_help_panel == panel]
+    return [spelling for option in options for spelling in option.opts]
+
+
+def test_help_shows_at_most_ten_options_first_and_one_vocabulary() -> None:
+    group = typer.main.get_command(app)
+    panels = [group.commands[name].rich_help_panel for name in group.list_commands(None)]
+    assert [panel for panel, _ in itertools.groupby(panels)] == [panel.value for panel in Panel]
+    stats = group.commands.pop("stats")
+    every = {**group.commands, **stats.commands}
+    for name, command in every.items():
+        assert len(options_of(command)) <= 10, name
+    rating = {"--costs", "--effort", "--seed", "--search-seconds"}
+    for name in ("plan", "what-if", "replan", "explain", "diff"):
+        assert rating <= {*options_of(every[name]), *options_of(every[name], "Advanced")}, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "old", "new"),
+    [
+        (("plan", *SMALL[:2], "--gpus", "2"), "--gpus", "--gpus-per-node"),
+        (("explain", "plan.json", "--cost-source=roofline"), "--cost-source", "--costs"),
+        (("learn", "seen.json", "--checkpoint", "auto"), "--checkpoint", "--costs"),
+        (("what-if", *SMALL, "--hbm", "80GB"), "--hbm", "--memory"),
+        (("observed", "seen.json", "--statistics", "today.json"), "--statistics", "--out"),
+    ],
+)
+def test_old_spellings_fail_with_the_new_one(arguments: tuple[str, ...], old: str, new: str) -> None:
+    assert f"{old} is now {new} " in run(*arguments, status=2).stderr
 
 
 @pytest.mark.parametrize("info", list(commands()), ids=lambda info: info.name or info.callback.__name__)
@@ -113,16 +149,6 @@ def test_every_command_has_help_with_an_example_that_works(
         assert json.loads(run(*arguments, "--format", "json").stdout)
 
 
-def test_command_lines_of_the_readme_are_understood(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    readme = (Path(EXAMPLE).parent.parent / "README.md").read_text()
-    blocks = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
-    lines = [line for line in "".join(blocks).splitlines() if line.startswith("dreamshard ")]
-    assert len(lines) > 6
-    for line in lines:
-        parse(*shlex.split(line, comments=True)[1:])
-
-
 def _parquet(path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -132,7 +158,7 @@ def _parquet(path: Path) -> None:
 
 def test_plan_tells_where_costs_and_bandwidths_come_from() -> None:
     document = json.loads(
-        run("plan", "--tables", EXAMPLE, "--gpus", "2", "--batch-size", "256", "--format", "json").stdout
+        run("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--batch-size", "256", "--format", "json").stdout
     )
     (note,) = [note["text"] for note in document["report"]["notes"] if "TorchRec's defaults" in note["text"]]
     assert "hbm_cap" in note and "hbm_mem_bw" in note and "644 GB/s" in note
@@ -172,7 +198,7 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
     tables = [{"name": name, "num_embeddings": 1000, "embedding_dim": 16} for name in names]
     listed = {"schema": "dreamshard_planner.table_list/1", "tables": tables}
     (tmp_path / "tables.json").write_text(json.dumps(listed))
-    job = ("--tables", str(tmp_path / "tables.json"), "--gpus", "18", "--gpu", "h100", "--batch-size", "8")
+    job = ("--tables", str(tmp_path / "tables.json"), "--gpus-per-node", "18", "--gpu", "h100", "--batch-size", "8")
     planned = run("plan", *job, "--sharding-types", "table_wise", "--effort", "quick", "--out", file)
     some, every = (run("report", file, *options).stdout for options in ((), ("--all",)))
     for few in (planned.stdout, some):
@@ -188,18 +214,30 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("plan", "--tables", "mlperf_dlrm", "--gpus", "2", "--batch-size", "8"), "did you mean 'mlperf_dlrm_dcnv2'"),
-        (("plan", "--tables", __file__, "--gpus", "2", "--batch-size", "8"), "test_commands.py: a list of tables is"),
-        (("plan", "--tables", EXAMPLE, "--gpus", "2", "--gpu", "h10", "--batch-size", "8"), "did you mean 'h100'"),
-        (("plan", "--tables", EXAMPLE, "--gpus", "2", *TIGHT, "--batch-size", "8"), "do not fit"),
-        (("plan", "--tables", EXAMPLE, "--gpus", "2", "--nodes", "2", "--gpu", "l4", "--batch-size", "8"), "network"),
-        (("plan", *SMALL, "--checkpoint", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
+        (
+            ("plan", "--tables", "mlperf_dlrm", "--gpus-per-node", "2", "--batch-size", "8"),
+            "did you mean 'mlperf_dlrm_dcnv2'",
+        ),
+        (
+            ("plan", "--tables", __file__, "--gpus-per-node", "2", "--batch-size", "8"),
+            "test_commands.py: a list of tables is",
+        ),
+        (
+            ("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--gpu", "h10", "--batch-size", "8"),
+            "did you mean 'h100'",
+        ),
+        (("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", *TIGHT, "--batch-size", "8"), "do not fit"),
+        (
+            ("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--nodes", "2", "--gpu", "l4", "--batch-size", "8"),
+            "network",
+        ),
+        (("plan", *SMALL, "--costs", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
         (
             ("plan", *SMALL, "--together", "user_id,brnd"),
             "'brnd', which the model does not have (did you mean 'brand'?)",
         ),
         (("plan", *SMALL, "--on-ranks", "brand=1-2"), "table 'brand' names rank 2; there are ranks 0 to 1"),
-        (("plan", *SMALL, "--gpus", "1e9"), "up to 32,768 ranks, not for 1,000,000,000"),
+        (("plan", *SMALL, "--gpus-per-node", "1e9"), "up to 32,768 ranks, not for 1,000,000,000"),
         (("info", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
         (("info", "gone.json"), "gone.json: no such file"),
         (("stats", "show", "gone.json"), "gone.json"),
@@ -225,8 +263,8 @@ def test_mistakes_are_one_line_and_status_1(
         (("fit", "--dataset", "x.npz", "--test-dataset", "y.npz", "--quick"), "--out"),
         (("train", "--out", "x.safetensors", "--seconds", "-1"), "--seconds"),
         (("collect", "--out", "x.npz", "--batch-sizes", "12,many"), "many"),
-        (("plan", *SMALL, "--hbm", "80"), "80GiB"),
-        (("plan", "--tables", EXAMPLE, "--gpus", "2", "--batch-size", "1.5"), "'1.5' is no whole number"),
+        (("plan", *SMALL, "--memory", "80"), "80GiB"),
+        (("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--batch-size", "1.5"), "'1.5' is no whole number"),
         (("plan", *SMALL, "--inter-bandwidth", "200Gb"), "200Gb/s"),
         (("plan", *SMALL, "--sharding-types", "row_wise,diagonal"), "diagonal"),
         (("plan", *SMALL, "--together", "brand"), "groups of two tables"),
@@ -235,9 +273,9 @@ def test_mistakes_are_one_line_and_status_1(
         (("plan", *SMALL, "--on-ranks", "brand=3-0"), "'3-0' is neither a rank"),
         (("plan", *SMALL, "--on-ranks", "brand=0", "--on-ranks", "brand=1"), "names table 'brand' twice"),
         (("what-if", *SMALL, "--vary", "colour=1"), "colour"),
-        (("explain", "--gpus", "2"), "give a plan, or what to plan: --tables, --batch-size missing"),
+        (("explain", "--gpus-per-node", "2"), "give a plan, or what to plan: --tables, --batch-size missing"),
         (("explain", "plan.json", "--nodes", "2"), "plan.json says what to plan: leave out --nodes"),
-        (("what-if", *SMALL, "--vary", "gpus=two"), "two"),
+        (("what-if", *SMALL, "--vary", "gpus-per-node=two"), "two"),
         (("plan", *SMALL, "--sync-interval", "4"), "--sharding-group"),
         (("plan", *SMALL[:4], "--batch-size", "8", "--device", "cpu", "--host-memory", "1GB"), "--host-memory"),
         (("plan", *SMALL, "--format", "xml"), "xml"),
@@ -245,7 +283,7 @@ def test_mistakes_are_one_line_and_status_1(
         (("plan", *SMALL, "--search-seconds", "nan"), "--search-seconds"),
         (("calibrate", "--threads", "99999999"), "this machine has"),
         (("replan", "plan.json", "--steps", "9", "--restart-seconds", "inf"), "--restart-seconds"),
-        (("plan", *SMALL, "--hbm", "9" * 400 + "GB"), "no size up to 1,048,576TiB"),
+        (("plan", *SMALL, "--memory", "9" * 400 + "GB"), "no size up to 1,048,576TiB"),
         (("plan", *SMALL, "--intra-bandwidth", ".00000001kb/s"), "no bandwidth from 1 byte"),
     ],
 )
@@ -341,7 +379,7 @@ def test_plans_say_what_to_explain_and_to_vary(folder: Path) -> None:
     told = json.loads(run("explain", plan, "--rank", "1", "--format", "json").stdout)
     predicted = json.loads((folder / "plan.json").read_text())["predicted"]["chosen"]
     assert told["total_ms"] == pytest.approx(predicted["total_ms"], rel=1e-4)
-    arguments = (plan, "--vary", "gpus=4", "--format", "json")
+    arguments = (plan, "--vary", "gpus-per-node=4", "--format", "json")
     varied = json.loads(run("what-if", *arguments).stdout)
     assert "H100" in varied["base"]["machine"] and varied["base"]["ranks"] == 2 and varied["base"]["batch_size"] == 256
     assert varied["sweeps"]["ranks"][0]["ranks"] == 4
@@ -350,7 +388,7 @@ def test_plans_say_what_to_explain_and_to_vary(folder: Path) -> None:
 def test_commands_keep_the_effort_of_a_plan_unless_they_are_told_another(tmp_path: Path) -> None:
     tables = [{"name": name, "num_embeddings": 1000, "embedding_dim": 16} for name in "abc"]
     (tmp_path / "tables.json").write_text(json.dumps({"schema": "dreamshard_planner.table_list/1", "tables": tables}))
-    job = ("--tables", str(tmp_path / "tables.json"), "--gpus", "2", "--gpu", "h100", "--batch-size", "64")
+    job = ("--tables", str(tmp_path / "tables.json"), "--gpus-per-node", "2", "--gpu", "h100", "--batch-size", "64")
     first, again = str(tmp_path / "first.json"), str(tmp_path / "again.json")
     run("plan", *job, "--out", first)
     assert "effort" not in SavedPlan.load(first).inputs.settings
@@ -422,7 +460,7 @@ def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -
     tables.write_text(json.dumps({"schema": "dreamshard_planner.table_list/1", "tables": listed}))
     TableStatistics({"fine": FeatureStatistics(4.0, ids=IdHistogram.even(5000), batch_size=256)}).to_json(statistics)
     job = ("--tables", str(tables), "--batch-size", "1e2", "--effort", "quick", "--statistics", str(statistics))
-    done = run("plan", *job, "--gpus", "2", "--gpu", "h100", "--format", "json")
+    done = run("plan", *job, "--gpus-per-node", "2", "--gpu", "h100", "--format", "json")
     told = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
     assert len(told) == 3 and "'pooled.odd' has dim 63" in done.stderr and "multiple of 4" in done.stderr
     assert "'pooled.swapped' has 64 rows of dim 8,200: perhaps these have changed places" in done.stderr
@@ -440,7 +478,7 @@ def test_rules_of_the_command_line_are_kept() -> None:
     ranks = {table["name"].partition(".")[2]: table["ranks"] for table in report["tables"]}
     assert ranks["user_id"] == ranks["item_id"] == ranks["city"] == [0] and ranks["country"] == [1]
     assert not set(ranks["brand"]) & set(ranks["category"])
-    arguments = ("what-if", *SMALL, *rules, "--vary", "gpus=1,4", "--format", "json")
+    arguments = ("what-if", *SMALL, *rules, "--vary", "gpus-per-node=1,4", "--format", "json")
     fewer, more = json.loads(run(*arguments).stdout)["sweeps"]["ranks"]
     assert "there are ranks 0 to 0" in fewer["reason"] and more["total_ms"] > 0
 
@@ -451,14 +489,14 @@ def test_ranks_that_there_are_not_are_not_lost(folder: Path) -> None:
 
 
 def test_what_if_varies_what_is_asked(folder: Path) -> None:
-    arguments = ("what-if", *SMALL, "--hbm", "12GB", "--host-memory", "1GB")
-    document = json.loads(run(*arguments, "--vary", "gpus=1,4", "--format", "json").stdout)
+    arguments = ("what-if", *SMALL, "--memory", "12GB", "--host-memory", "1GB")
+    document = json.loads(run(*arguments, "--vary", "gpus-per-node=1,4", "--format", "json").stdout)
     tight, wide = document["sweeps"]["ranks"]
     assert (tight["ranks"], wide["ranks"]) == (1, 4) and wide["total_ms"] > 0
     assert tight["total_ms"] is None and "do not fit" in tight["reason"]
-    shown = run(*arguments, "--vary", "gpus=1", "--vary", "gpu=h200", "--vary", "intra-bandwidth=100GB/s")
+    shown = run(*arguments, "--vary", "gpus-per-node=1", "--vary", "gpu=h200", "--vary", "intra-bandwidth=100GB/s")
     assert all(words in shown.stdout for words in ("effort quick", "not fit", "gpu h200", "intra-bandwidth 100.0 GB/s"))
-    several = ("--vary", "gpus=1", "--vary", "ranks=4,1", "--vary", "nodes=2", "--format", "json")
+    several = ("--vary", "gpus-per-node=1", "--vary", "ranks=4,1", "--vary", "nodes=2", "--format", "json")
     sweeps = json.loads(run("what-if", *SMALL, *several).stdout)["sweeps"]
     values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
     assert values == {"ranks": [1, 4], "hosts": [2]}

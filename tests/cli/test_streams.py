@@ -16,7 +16,7 @@ from tests.cli.test_commands import EXAMPLE
 def test_errors_of_the_shell_are_one_line_too() -> None:
     """In a process of its own, as users run it."""
     command = [sys.executable, "-c", "from dreamshard_planner.cli import main; main()"]
-    job = ("plan", "--tables", EXAMPLE, "--gpus", "2", "--gpu", "h10", "--batch-size", "8")
+    job = ("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--gpu", "h10", "--batch-size", "8")
     result = subprocess.run([*command, *job], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (

@@ -81,7 +81,7 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
     for file, one in (("a.json", seen), ("b.json", replace(other, runs=other.runs[2:]))):
         one.save(tmp_path / file)
     prior = resolve("roofline", "cpu")
-    command = ["learn", str(tmp_path / "a.json"), "--checkpoint", "roofline"]
+    command = ["learn", str(tmp_path / "a.json"), "--costs", "roofline"]
     assert "say where to, --out FILE" in CliRunner().invoke(app, command).output.replace("\n", " ")
     out = new_file(seen.hardware, "learned")  # where it is kept if nobody says
     result = CliRunner().invoke(app, [*command, "--out", str(out)])
@@ -184,7 +184,7 @@ def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -
         learn(resolve("roofline", "cpu"), replace(one, runs=(replace(one.runs[0], ranks=(other,)),)), out)
     file = tmp_path / "one.json"
     one.save(file)
-    result = CliRunner().invoke(app, ["learn", str(file), "--checkpoint", "roofline", "--out", str(out)])
+    result = CliRunner().invoke(app, ["learn", str(file), "--costs", "roofline", "--out", str(out)])
     assert result.exit_code == 1 and "stays as it was" in result.stderr and out.read_bytes() == content
 
 

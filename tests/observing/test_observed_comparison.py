@@ -98,7 +98,7 @@ def test_statistics_of_runs_of_different_batch_sizes_are_refused_by_file(tmp_pat
     for file, one in zip(files, (run, replace(of_size(run, 2), id="large")), strict=True):
         Observation(hardware, (one,)).save(file)
     assert CliRunner().invoke(app, ["observed", *files]).exit_code == 0
-    result = CliRunner().invoke(app, ["observed", *files, "--statistics", str(tmp_path / "s.json")])
+    result = CliRunner().invoke(app, ["observed", *files, "--out", str(tmp_path / "s.json")])
     told = str(result.exception) + result.output
     assert result.exit_code and "small.json" in told and "large.json" in told and not (tmp_path / "s.json").exists()
 
@@ -106,9 +106,7 @@ def test_statistics_of_runs_of_different_batch_sizes_are_refused_by_file(tmp_pat
 def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
     run, hardware = planned_run(1.1, 1.0), describe_hardware("cpu", 1)
     Observation(hardware, (run,)).save(tmp_path / "seen.json")
-    result = CliRunner().invoke(
-        app, ["observed", str(tmp_path / "seen.json"), "--statistics", str(tmp_path / "s.json")]
-    )
+    result = CliRunner().invoke(app, ["observed", str(tmp_path / "seen.json"), "--out", str(tmp_path / "s.json")])
     assert TableStatistics.from_json(tmp_path / "s.json")["f1"].batches == 8
     forward = run.plan.predicted.chosen.forward_ms[1]
     assert result.exit_code == 0 and f"{forward:,.3f} -> {1.1 * forward:,.3f}" in result.stdout

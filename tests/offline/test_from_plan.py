@@ -250,7 +250,9 @@ def test_sharding_groups_come_back(next_to_each_other: bool, tmp_path: Path) -> 
     saved.save(tmp_path / "plan.json")
     assert "Rank" in run("explain", str(tmp_path / "plan.json"), "--rank", "0").stdout
     assert json.loads(run("replan", str(tmp_path / "plan.json"), "--steps", "1000", "--format", "json").stdout)
-    told = run("replan", str(tmp_path / "plan.json"), "--steps", "9", "--gpus", "2", "--nodes", "4", status=3).stdout
+    told = run(
+        "replan", str(tmp_path / "plan.json"), "--steps", "9", "--gpus-per-node", "2", "--nodes", "4", status=3
+    ).stdout
     assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host -> 8" in " ".join(told.split())
     alone = saved_of(model(), None, Machine(ranks_per_host=4, gpu="h100").topology(), sharding_groups=groups)
     assert alone.inputs.topology.groups is None

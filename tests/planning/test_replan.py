@@ -449,6 +449,6 @@ def test_the_command_writes_the_plan_and_the_page_and_says_what_to_do(tmp_path: 
     assert kept.exit_code == 0 and "Stay with plan.json" in kept.stdout
     resized = replan("--steps", "1", "--batch-size", "32", "--format", "json")
     assert resized.exit_code == 0 and json.loads(resized.stdout)["stale"] == ["batch size 64 -> 32"]
-    lost = replan("--steps", "1", "--ranks", "1", "--format", "json")
+    lost = replan("--steps", "1", "--gpus-per-node", "1", "--format", "json")
     assert lost.exit_code == 3 and json.loads(lost.stdout)["forced"][0] == "rank 1 lost"
     assert replan("--steps", "0").exit_code == 2

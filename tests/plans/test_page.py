@@ -120,7 +120,18 @@ def test_commands_write_pages(tmp_path: Path) -> None:
         assert result.exit_code == status, result.output
         return result.output if status else result.stdout
 
-    job = ("--tables", str(EXAMPLE), "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick")
+    job = (
+        "--tables",
+        str(EXAMPLE),
+        "--gpus-per-node",
+        "2",
+        "--gpu",
+        "h100",
+        "--batch-size",
+        "256",
+        "--effort",
+        "quick",
+    )
     plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
     shown = dreamshard("plan", *job, "--out", str(plan), "--html", str(page), "--format", "json")
     assert f"{json.loads(shown)['report']['chosen']['total_ms']:.3f} ms" in page.read_text()

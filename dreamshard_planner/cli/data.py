@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""``stats``: how features read their tables, from files of data, merged, compared."""
+"""``stats``: statistics of how features read their tables, counted in data, merged, compared."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from dreamshard_planner.cli.app import Commands, app, command
+from dreamshard_planner.cli.app import Commands, Panel, app, command
 from dreamshard_planner.cli.options import (
     BATCH_SIZE,
     COUNT,
-    Effort,
-    EffortOption,
+    OUTPUT,
+    PLAN_AGAIN,
+    SearchOptions,
     listed,
     load_plan,
-    output,
+    takes,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.errors import StatisticsError
@@ -29,22 +30,23 @@ if TYPE_CHECKING:
     from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.workload.statistics import TableStatistics
 
-stats = typer.Typer(cls=Commands, no_args_is_help=True, help="How features read their tables: counted in your data.")
-app.add_typer(stats, name="stats")
+stats = typer.Typer(cls=Commands, no_args_is_help=True, help="Count how features read their tables in your data.")
+app.add_typer(stats, name="stats", rich_help_panel=Panel.data.value)
 WORTH = 0.05
-"""Share of the cost from which planning again is worth it, unasked."""
+"""Default share of the cost from which planning again is worth it."""
+StatisticsOutput = Annotated[Path, OUTPUT(help="Statistics to write, .json.")]
 
 
 @command("dreamshard stats parquet day0.parquet --batch-size 8192 --out statistics.json", of=stats)
 def parquet(
     paths: Annotated[list[Path], typer.Argument(help="Files, or folders of .parquet files.")],
     batch_size: Annotated[int, BATCH_SIZE],
-    out: Annotated[Path, output("Statistics to write, .json.")],
+    out: StatisticsOutput,
     features: Annotated[
         str | None,
-        typer.Option(help="Columns, separated by commas, feature=column where names differ; default: lists of ids."),
+        typer.Option(help="Columns, separated by commas, feature=column if names differ; default: lists of ids."),
     ] = None,
-    max_batches: Annotated[int | None, COUNT(help="Stop after so many.")] = None,
+    max_batches: Annotated[int | None, COUNT(help="Most batches to count.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
     """Count parquet files, one batch in memory at a time; needs pyarrow."""
@@ -72,7 +74,7 @@ def parquet(
 def show_(
     path: Annotated[Path, typer.Argument(help="Statistics, .json.")], format: FormatOption = Format.table
 ) -> None:
-    """What a file of statistics says of each feature."""
+    """Show a file of statistics, by feature."""
     from dreamshard_planner.workload.statistics import TableStatistics
 
     counted = TableStatistics.from_json(path)
@@ -82,36 +84,35 @@ def show_(
 @command("dreamshard stats merge monday.json tuesday.json --out week.json", of=stats)
 def merge(
     paths: Annotated[list[Path], typer.Argument(help="Statistics, .json, all of one batch size.")],
-    out: Annotated[Path, output("Statistics to write, .json.")],
+    out: StatisticsOutput,
     format: FormatOption = Format.table,
 ) -> None:
-    """One of several, each counting by its batches."""
+    """Merge several files of statistics, weighted by their batches."""
     from dreamshard_planner.workload.statistics import TableStatistics
 
     _keep(TableStatistics.merge(map(TableStatistics.from_json, paths)), out, format)
 
 
-PLAN_AGAIN = 3
-"""Exit status where that is worth it; errors have 1, and what cannot be parsed 2."""
-
-
 @command("dreamshard stats diff monday.json tuesday.json", of=stats)
+@takes(SearchOptions)
 def diff(
-    before: Annotated[Path, typer.Argument(help="Statistics, .json; with --plan alone, the newer ones.")],
-    after: Annotated[Path | None, typer.Argument(help="Newer ones; with --plan, before are those in its file.")] = None,
+    options: SearchOptions,
+    before: Annotated[Path, typer.Argument(help="Older statistics, .json; with --plan alone, the newer ones.")],
+    after: Annotated[
+        Path | None, typer.Argument(help="Newer statistics; with --plan, the older ones are those in its file.")
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="The plan that runs, .json: tells whether planning again is worth it.")
     ] = None,
     worth: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the plan's cost from which planning again is worth it.")
     ] = WORTH,
-    effort: EffortOption = None,
     every_feature: Annotated[bool, typer.Option("--all", help="Show all, not only those that drifted.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
-    """Tell which features drifted; with --plan also what planning again would gain.
+    """Tell which features drifted, and with --plan what planning again would gain.
 
-    With --plan, exit status 3 where that is worth it, 0 where the plan may stay.
+    With --plan, exit status 3 if that is worth it, 0 if the plan may stay.
     """
     from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -123,8 +124,13 @@ def diff(
     else:
         raise typer.BadParameter("give two files of statistics, or --plan, whose file holds the older ones")
     other = TableStatistics.from_json(newer)
+    if saved is not None and after is None and not one.keys() & other.keys():
+        held = f"none of the {len(other)} feature(s) of {newer}" if one else "no statistics"
+        raise StatisticsError(
+            f"{saved.name} holds {held}, so no drift can be seen: give the statistics that it was made with as well, "
+            f"dreamshard stats diff OLDER {newer} --plan {plan}"
+        )
     found = one.diff(other)
-    document: dict[str, Any] = found.to_dict()
     shown = found.features if every_feature else found.drifted
     rows = [
         (f.name, f.pooling_before, f.pooling_after, *map(_share, (f.pooling_change, f.reuse_change, f.ids_change)))
@@ -133,27 +139,27 @@ def diff(
     columns = ("feature", "lookups before", "after", "changed", "reuse changed", "ids changed")
     told: list[Any] = [str(found).splitlines()[0], *([grid(columns, rows)] if rows else [])]
     if saved is None:
-        show(document, format, *told)
+        show(found.to_dict(), format, *told)
         return
     if after is None and found.only_after:
         told.append(
             f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {first_of(found.only_after, 3)}; "
             f"give those that it was made with before {newer.name} to see what drifted."
         )
-    gain = _replanning(saved, other, newer.name, effort)
+    gain = _replanning(saved, other, newer.name, options)
     verdict = "plan again" if gain.gain >= worth else "keep the plan"
-    document |= {"verdict": verdict, "replanning": {**asdict(gain), "gain": gain.gain}}
     said = (
         f"Verdict: {verdict}. By {newer.name}, {saved.name} costs {gain.keep_ms:.3f} ms, and planned again "
         f"{gain.again_ms:.3f} ms: {gain.gain:.1%} less, of {worth:.1%} that are worth it."
     )
+    document = {**found.to_dict(), "verdict": verdict, "replanning": {**asdict(gain), "gain": gain.gain}}
     show(document, format, said, *told)
     if gain.gain >= worth:
         raise typer.Exit(PLAN_AGAIN)
 
 
-def _replanning(saved: SavedPlan, statistics: TableStatistics, name: str, effort: Effort | None) -> Replanning:
-    """Cost of a plan, and of a new one by statistics of this file's name; refused if features lack statistics."""
+def _replanning(saved: SavedPlan, statistics: TableStatistics, name: str, options: SearchOptions) -> Replanning:
+    """Return the cost of a plan and of a new one by statistics of this name; refuses features without statistics."""
     from dreamshard_planner.offline.from_plan import job_of, not_held
     from dreamshard_planner.offline.what_if import replanning
 
@@ -164,8 +170,7 @@ def _replanning(saved: SavedPlan, statistics: TableStatistics, name: str, effort
             "there is"
         )
     job = job_of(saved, statistics)
-    searched = {} if effort is None else {"effort": effort.value}
-    return replanning(replace(job, settings={**job.settings, **searched}), saved)
+    return replanning(replace(job, settings={**job.settings, **options.settings()}), saved)
 
 
 def _keep(counted: TableStatistics, out: Path, format: Format) -> None:

@@ -1,0 +1,453 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""``doctor``, ``observed``, ``learn``, ``calibrate``, ``train``, ``collect`` and ``fit``: commands that check or make
+costs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dreamshard_planner.cli.app import Panel, command
+from dreamshard_planner.cli.options import (
+    ADVANCED,
+    OUTPUT,
+    SECONDS,
+    SEED,
+    TABLES,
+    CollectivesOption,
+    Device,
+    DeviceOption,
+    QuickOption,
+    StartOption,
+    StatisticsOption,
+    ThreadsOption,
+    UpdatesOption,
+    listed,
+    load_plan,
+)
+from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
+from dreamshard_planner.errors import CalibrationRefused, CheckpointError, DatasetError, StatisticsError
+from dreamshard_planner.support.files import check_writable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+    from dreamshard_planner.cost.dataset import CostDataset
+    from dreamshard_planner.measure.ranks import Ranks
+    from dreamshard_planner.observing.comparison import Compared, RunComparison
+    from dreamshard_planner.training import TrainingConfig
+    from dreamshard_planner.workload.tables import Table
+
+CostsOutput = Annotated[
+    Path | None,
+    OUTPUT(help="Cost checkpoint to write; default: among your own, named by the hardware, where auto finds it."),
+]
+FilesArgument = Annotated[
+    list[Path],
+    typer.Argument(help="Files of observe(...), all ranks and runs; observation.json stands for those of its ranks."),
+]
+MAX_TABLES = 100
+"""Most tables of a collected set."""
+
+
+@command("dreamshard doctor", Panel.costs)
+def doctor(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time kernels for ten seconds, and show the costs' error by optimizer.")
+    ] = False,
+    format: FormatOption = Format.table,
+) -> None:
+    """Check this machine: libraries, devices, the costs that plans would be made with, and what CUDA lacks.
+
+    Exit status 1 if planning is not possible.
+    """
+    from dreamshard_planner.cli.diagnosis import PREVENTS_PLANNING, diagnose
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of half installed libraries; their findings say it
+        findings = diagnose(measure)
+    rows = [(finding.subject, finding.found, finding.verdict, finding.advice) for finding in findings]
+    show([asdict(finding) for finding in findings], format, grid(("", "found", "", "advice"), rows))
+    if any(finding.verdict in PREVENTS_PLANNING for finding in findings):
+        raise typer.Exit(1)
+
+
+@command("dreamshard observed observation.json", Panel.costs)
+def observed(
+    files: FilesArgument,
+    out: Annotated[Path | None, OUTPUT(help="Statistics of all observed batches to write, to plan with.")] = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Show predicted beside observed times, by rank and kind of work, and say how far to trust the prediction."""
+    from dreamshard_planner.observing.comparison import compare
+    from dreamshard_planner.observing.observation import Observation
+    from dreamshard_planner.workload.statistics import TableStatistics
+
+    observation = Observation.load_all(files)
+    if out is not None:
+        try:
+            merged = TableStatistics.merge(run.statistics for run in observation.runs)
+        except StatisticsError as error:
+            raise StatisticsError(f"{', '.join(map(str, files))}, for --out: {error}") from error
+        merged.to_json(out)
+    found = [compare(run) for run in observation.runs]
+    ranks = [[rank.rank for rank in run.ranks] for run in observation.runs]
+    told = [table for one, of_run in zip(found, ranks, strict=True) for table in _tables(one, of_run)]
+    show([asdict(one) for one in found], format, *told)
+
+
+def _tables(found: RunComparison, ranks: list[int]) -> list[RenderableType]:
+    columns = ("milliseconds of a step", *(f"rank {rank}" for rank in ranks))
+    rows = [(one.what, *(_cell(one, at) for at in range(len(ranks)))) for one in found.kinds]
+    said = [f"{sentence}." for sentence in (*found.meaning, found.verdict)]
+    return [grid(columns, rows, title=f"{found.title}; predicted -> observed"), *said]
+
+
+def _cell(one: Compared, at: int) -> str:
+    predicted = "" if one.predicted_ms is None else f"{one.predicted_ms[at]:,.3f} -> "
+    return f"{predicted}{one.observed_ms[at]:,.3f}"
+
+
+@command("dreamshard learn observation.json", Panel.costs)
+def learn(
+    files: FilesArgument,
+    costs: StartOption = "auto",
+    out: CostsOutput = None,
+    force: Annotated[bool, typer.Option("--force", help="Keep the result, even if nothing is better.")] = False,
+    format: FormatOption = Format.table,
+) -> None:
+    """Correct costs by observed steps, as far as held-out kernels confirm.
+
+    If they confirm nothing, nothing is written, and the exit status is 1.
+    """
+    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.observing.learning import learn
+    from dreamshard_planner.observing.observation import Observation
+
+    if costs != "auto" and out is None:
+        raise typer.BadParameter(
+            f"{costs} may be further off than what plans take now, which auto corrects: say where to, --out FILE",
+            param_hint="--costs",
+        )
+    observation = Observation.load_all(files)
+    hardware = observation.hardware
+    device = str(hardware["device"])
+    start = resolve(costs, device, threads=int(hardware["threads"]), card=str(hardware["name"]))
+    path = out or _keep_in(hardware, "learned")
+    with _refusal_told(path):
+        made = learn(start, observation, path, force=force)
+    told = made.metadata["learned"]
+    _tell_where(path, out is not None, made)
+    typer.echo(f"corrected: {told['from']}", err=True)
+    checks = [check["said"] for check in told["checks"]]
+    show(told, format, "\n".join([*checks, *told["exchanges"], told["said"], *told["left_out"]]))
+
+
+@command("dreamshard calibrate --seconds 60", Panel.costs)
+def calibrate(
+    out: CostsOutput = None,
+    costs: StartOption = "auto",
+    seconds: Annotated[float, SECONDS(min=1, help="Time for measuring kernels.")] = 60.0,
+    tables: Annotated[str | None, TABLES] = None,
+    plan: Annotated[Path | None, typer.Option(help="Or a plan file: its tables, and the batches of its ranks.")] = None,
+    statistics: StatisticsOption = None,
+    device: DeviceOption = Device.cpu,
+    threads: ThreadsOption = 1,
+    collectives: CollectivesOption = None,
+    seed: Annotated[int, SEED(help="Seed of the sets.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Keep the result, even of few sets or a busy core.")] = False,
+    format: FormatOption = Format.table,
+) -> None:
+    """Correct costs for this machine, by optimizer and direction, and show their errors before and after.
+
+    Costs stay unless held-out sets confirm the correction. On a busy core, or with few sets, nothing is written, and
+    the exit status is 1. Under torchrun all ranks measure.
+    """
+    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.measure.hardware import describe_hardware
+    from dreamshard_planner.training import calibrate
+
+    start = resolve(costs, device.value, threads=threads)
+    if start.cost is None:
+        raise CheckpointError(
+            f"{start.name} holds a policy and no cost network to calibrate, since nothing was measured on a device "
+            f"like this: make one with dreamshard train --device {device.value}{'' if out is None else f' --out {out}'}"
+        )
+    own, batches = _own_tables(tables, plan, statistics)
+    path = out or _keep_in(describe_hardware(device.value, threads), how="calibrated")
+    with _measuring(device) as ranks, _refusal_told(path):
+        made = calibrate(
+            start,
+            path,
+            seconds=seconds,
+            device=device.value,
+            threads=threads,
+            tables=own,
+            batch_sizes=batches,
+            collectives=_read_collectives(collectives),
+            seed=seed,
+            force=force,
+            ranks=ranks,
+        )
+        if not ranks.leads:
+            return
+    told = made.metadata["calibration"]
+    _tell_where(path, out is not None, made)
+    show(told, format, "\n".join(check["said"] for check in told["checks"]))
+
+
+def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) -> tuple[list[Table] | None, list[int]]:
+    """Return the tables of a list or of a plan, None without either, and the batches that the plan's kernels see."""
+    from dreamshard_planner.offline.from_plan import check_statistics
+    from dreamshard_planner.offline.jobs import read_model
+    from dreamshard_planner.workload.statistics import TableStatistics
+
+    if (source is None) == (plan is None):
+        if source is not None or statistics is not None:
+            raise typer.BadParameter("give --tables or --plan, one of them, with --statistics or without")
+        return None, []
+    known = None if statistics is None else TableStatistics.from_json(statistics)
+    if plan is not None:
+        saved = load_plan(plan)
+        inputs = saved.inputs
+        if known is not None:
+            known.unused(name for table in inputs.tables.values() for name in table.features)
+        known = TableStatistics({**inputs.features, **(known or {})})
+        check_statistics(saved, known or None, statistics is not None)
+        of_plan = [table.table(name, known) for name, table in inputs.tables.items()]
+        return of_plan, [inputs.batch_size * inputs.topology.world_size]
+    if source is None or not (model := read_model(source)).specs:
+        raise typer.BadParameter(f"--tables {source}: of a function's model, give a plan, with --plan")
+    if known is not None:
+        model = model.with_statistics(known)
+    return [spec.table(model.statistics or {}) for spec in model.specs], []
+
+
+@command("dreamshard train --out my.safetensors", Panel.advanced)
+def train(
+    out: CostsOutput = None,
+    seconds: Annotated[
+        float | None, SECONDS(min=1, help="Time for measuring kernels; default: 300, or 8 with --quick.")
+    ] = None,
+    device: DeviceOption = Device.cpu,
+    threads: ThreadsOption = 1,
+    seed: Annotated[int, SEED(help="Seed of tables, sets, networks and policy.")] = 0,
+    roofline: Annotated[
+        bool, typer.Option(help="Train a policy on the roofline model; measures nothing.", **ADVANCED)
+    ] = False,
+    collectives: CollectivesOption = None,
+    updates: UpdatesOption = None,
+    quick: QuickOption = False,
+    format: FormatOption = Format.table,
+) -> None:
+    """Make a cost checkpoint: measure fused kernels, fit the cost network, train the policy.
+
+    The same command continues an interrupted run. Under torchrun all ranks measure. Networks start from those that
+    ship: the policy always, the cost network on CPUs. With --quick the cost network starts from nothing, with
+    --roofline the policy. Collectives stay those in use on such a device, unless measured ones are given.
+    """
+    from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
+    from dreamshard_planner.measure.hardware import describe_hardware
+    from dreamshard_planner.policy.reinforce import FROM_SCRATCH
+    from dreamshard_planner.training import train, train_on_roofline
+
+    _check_out(out, quick, roofline)
+    path = out or _keep_in(describe_hardware(device.value, threads))
+    config = replace(_config(quick, updates, collectives, seed), device=device.value, threads=threads)
+    config = config if seconds is None else replace(config, seconds=seconds)
+    if not (roofline or quick):
+        kept = config.collectives or resolve("auto", device.value, threads=threads).metadata.get("collectives")
+        # Whatever the user's own are, an interrupted training goes on as it began. On GPUs costs start from bandwidths.
+        start = shipped(SHIPPED, "cpu") if device is Device.cpu else None
+        config = replace(config, start=start, collectives=kept)
+    if roofline and not quick:
+        config = replace(config, reinforce=replace(FROM_SCRATCH, updates=updates or FROM_SCRATCH.updates))
+    with _measuring(device) as ranks:
+        if roofline:
+            checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))
+        else:
+            checkpoint = train(config, path, ranks=ranks)
+        if ranks.leads:
+            _show_made(checkpoint, path, out is not None, format)
+
+
+@command("dreamshard collect --seconds 60 --out sets.npz", Panel.advanced)
+def collect(
+    out: Annotated[Path, OUTPUT(help="Dataset to write, .npz; its measured blocks are kept beside it.")],
+    pools: Annotated[str, typer.Option(help="Table pools, separated by commas.")] = "meta_like_2021,broad",
+    held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
+    sets: Annotated[int, typer.Option(min=1, help="Sets to draw, measured in this order.", **ADVANCED)] = 5000,
+    seconds: Annotated[float | None, SECONDS(min=0, help="Time after which to stop, to be continued.")] = None,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(help="Samples that a kernel sees, separated by commas; default: by device.", **ADVANCED),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.", **ADVANCED)] = 5,
+    device: DeviceOption = Device.cpu,
+    threads: ThreadsOption = 1,
+    seed: Annotated[int, SEED(help="Seed of sets, indices and order.")] = 0,
+    format: FormatOption = Format.table,
+) -> None:
+    """Measure random sets of tables as fused kernels. The same command continues an interrupted run.
+
+    Under torchrun (--nproc_per_node=8 -m dreamshard_planner collect ...) all ranks share the sets, each on a GPU, or on
+    cores, of its own.
+    """
+    from dreamshard_planner.measure.collect import collect
+    from dreamshard_planner.measure.sets import draw_mixed_sets
+    from dreamshard_planner.training import pool_tables
+
+    folder = out.with_suffix(".blocks")
+    if folder == out:
+        raise typer.BadParameter(f"{out}: the measured blocks go there; a dataset ends in .npz")
+    names = listed(pools)
+    try:
+        batches = None if batch_sizes is None else [int(size) for size in batch_sizes.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
+    tables = pool_tables(names)[held_out]
+    drawn = draw_mixed_sets(tables, sets, seed, batches, MAX_TABLES, device.value)
+    with _measuring(device) as ranks:
+        own = ranks.device(device.value)
+        dataset = collect(drawn, folder, own, threads, repeats, seed, seconds, ranks=ranks)
+        if not ranks.leads:
+            return
+        dataset.save(out)
+    told = {
+        "dataset": str(out),
+        "blocks": str(folder),
+        "sets": len(dataset),
+        "sets_drawn": sets,
+        "spread_of_repeats": float(dataset.spread.mean()),
+    }
+    spread = told["spread_of_repeats"]
+    show(told, format, f"{out}: {len(dataset)} of {sets} sets, spread of repeats {spread:.1%}; blocks in {folder}")
+
+
+@command("dreamshard fit --dataset sets.npz --test-dataset held_out.npz --out my.safetensors", Panel.advanced)
+def fit(
+    dataset: Annotated[list[Path], typer.Option(help="Measured sets, .npz; repeatable.")],
+    test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables, .npz; repeatable.")],
+    out: CostsOutput = None,
+    seed: Annotated[int, SEED(help="Seed of networks and policy.")] = 0,
+    collectives: CollectivesOption = None,
+    updates: UpdatesOption = None,
+    quick: QuickOption = False,
+    format: FormatOption = Format.table,
+) -> None:
+    """Make a cost checkpoint from measured sets; needs no hardware."""
+    from dreamshard_planner.training import learn
+
+    _check_out(out, quick)
+    config = _config(quick, updates, collectives, seed)
+    train_data, test_data = (_joined(paths) for paths in (dataset, test_dataset))
+    path = out or _keep_in(train_data.hardware)
+    checkpoint, _ = learn(config, train_data, test_data)
+    checkpoint.save(path)
+    _show_made(checkpoint, path, out is not None, format)
+
+
+def _keep_in(hardware: Mapping[str, Any], how: str = "") -> Path:
+    """Return the file among the user's own checkpoints to write, checked."""
+    from dreamshard_planner.checkpoints import user_folder
+
+    out = user_folder.new_file(hardware, how)
+    check_writable(out)
+    return out
+
+
+def _check_out(out: Path | None, quick: bool, roofline: bool = False) -> None:
+    """Refuse to put a checkpoint that no plan should use where auto finds it."""
+    if out is None and (quick or roofline):
+        made = "a policy for any hardware" if roofline else "nothing to plan with"
+        raise typer.BadParameter(f"--{'roofline' if roofline else 'quick'} makes {made}: say where to, with --out FILE")
+
+
+def _tell_where(out: Path, given: bool, made: Checkpoint) -> None:
+    """Say on stderr how to use a new checkpoint, and which plans take it by themselves."""
+    how = f'DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --costs {out}'
+    typer.echo(f"plan with it: {how}" if given else f"kept in {out}: {_taken_by(out, made, how)}", err=True)
+
+
+def _taken_by(out: Path, made: Checkpoint, how: str) -> str:
+    """Say which plans take a checkpoint of the user's own: it may be for other hardware or threads."""
+    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.measure.hardware import hardware_name
+
+    hardware = made.metadata["hardware"]
+    try:
+        taken = resolve("auto", hardware["device"]).name
+    except CheckpointError as error:  # of another file, and no reason to fail: this one is made
+        return f"no plan takes it yet: {error}"
+    if taken == out.name:
+        return "plans on this machine take it now"
+    return f"plans for {hardware_name(hardware)} take it, those on this machine {taken}; plan with it by {how}"
+
+
+def _show_made(checkpoint: Checkpoint, path: Path, given: bool, format: Format) -> None:
+    """Show a new checkpoint's errors on held-out tables, and how to use it."""
+    validation = checkpoint.metadata["validation"]
+    _tell_where(path, given, checkpoint)
+    show(validation, format, facts(validation, str(path)))
+
+
+@contextmanager
+def _refusal_told(out: Path) -> Iterator[None]:
+    """Say on stderr what was checked if costs are not corrected and nothing is written."""
+    try:
+        yield
+    except CalibrationRefused as refused:
+        for check in refused.checks:
+            typer.echo(check["said"], err=True)
+        raise CalibrationRefused(f"{out} stays as it was: {refused}; or --force") from refused
+
+
+@contextmanager
+def _measuring(device: Device) -> Iterator[Ranks]:
+    """Join the ranks that measure, all that torchrun starts. An interruption says how to go on."""
+    from dreamshard_planner.measure.ranks import Ranks
+
+    with Ranks.joined(device.value) as ranks:
+        try:
+            yield ranks
+        except KeyboardInterrupt:
+            if ranks.leads:
+                typer.echo("interrupted: the same command goes on with what is measured already", err=True)
+            raise
+
+
+def _joined(paths: Sequence[Path]) -> CostDataset:
+    """Join datasets; DatasetError names one that does not go with the first."""
+    from dreamshard_planner.cost.dataset import CostDataset
+
+    datasets = [CostDataset.load(path) for path in paths]
+    for path, other in zip(paths[1:], datasets[1:], strict=True):
+        try:
+            CostDataset.concatenate([datasets[0], other])
+        except DatasetError as error:
+            raise DatasetError(f"{path} does not go with {paths[0]}: {error}") from error
+    return CostDataset.concatenate(datasets)
+
+
+def _read_collectives(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    from dreamshard_planner.measure.collectives import MeasuredCollectives
+
+    return MeasuredCollectives.load(path).metadata()
+
+
+def _config(quick: bool, updates: int | None, collectives: Path | None, seed: int) -> TrainingConfig:
+    from dreamshard_planner.training import QUICK, TrainingConfig
+
+    config = QUICK if quick else TrainingConfig()
+    if updates is not None:
+        config = replace(config, reinforce=replace(config.reinforce, updates=updates))
+    return replace(config, collectives=_read_collectives(collectives), seed=seed)

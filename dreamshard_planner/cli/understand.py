@@ -1,0 +1,298 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""``report``, ``explain``, ``compare`` and ``info``: commands that tell of plans and other files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import RenderableType
+
+from dreamshard_planner.cli.app import Panel, command
+from dreamshard_planner.cli.options import (
+    OUTPUT,
+    CostsOption,
+    Device,
+    HtmlOption,
+    PlanArgument,
+    PlanOrJobOptions,
+    RatingOptions,
+    StatisticsOption,
+    load_plan,
+    takes,
+    tell_other_statistics,
+)
+from dreamshard_planner.cli.output import TABLES_SHOWN, Format, FormatOption, costliest, facts, grid, save_page, show
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.support.files import read_json
+from dreamshard_planner.support.formatting import size_in_words
+from dreamshard_planner.support.progress import working
+
+if TYPE_CHECKING:
+    from dreamshard_planner.cost.collectives import CollectiveFit
+    from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.report import MemoryEntry, Report
+
+RANKS_SHOWN = 16
+
+
+@command("dreamshard report plan.json --html plan.html", Panel.understand)
+def report(
+    plan: PlanArgument,
+    html: HtmlOption = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all tables and ranks, not only the costliest.")
+    ] = False,
+    format: FormatOption = Format.table,
+) -> None:
+    """Show a plan's file: predicted costs of the plan and its rivals when it was made, and where tables are."""
+    saved = load_plan(plan)
+    save_page(saved, html)
+    show(saved.to_dict, format, *_saved_tables(saved, everything))
+
+
+def _saved_tables(saved: SavedPlan, everything: bool) -> list[RenderableType]:
+    report = saved.report()
+    libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
+    return [
+        f"{saved.name}: {len(saved.inputs.tables)} tables on {saved.inputs.topology}, "
+        f"{saved.inputs.batch_size:,} samples each; {libraries}.",
+        str(report),
+        "",
+        _ranks(report, everything or len(report.chosen.rank_ms) <= RANKS_SHOWN),
+        costliest(report, None if everything else TABLES_SHOWN),
+    ]
+
+
+def _ranks(report: Report, every_rank: bool) -> RenderableType:
+    """Return costs and memory of each rank, or of the slowest, the fastest and the mean."""
+    forward, backward, both = report.chosen.forward_ms, report.chosen.backward_ms, report.chosen.rank_ms
+    columns = ("rank", "forward ms", "backward ms", *(f"{entry.kind} GiB" for entry in report.memory))
+
+    def row(name: str | int, rank: int) -> list[Any]:
+        return [name, forward[rank], backward[rank], *(_filled(entry, rank) for entry in report.memory)]
+
+    if every_rank:
+        return grid(columns, [row(rank, rank) for rank in range(len(both))])
+    slowest, fastest = both.index(max(both)), both.index(min(both))
+    memory = [
+        f"{fmean(entry.used_bytes) / 2**30:.2f} of {fmean(entry.limit_bytes) / 2**30:.2f}" for entry in report.memory
+    ]
+    return grid(
+        columns,
+        [
+            row(f"{slowest}, the slowest", slowest),
+            row(f"{fastest}, the fastest", fastest),
+            [f"mean of {len(both):,}", fmean(forward), fmean(backward), *memory],
+        ],
+    )
+
+
+def _filled(entry: MemoryEntry, rank: int) -> str:
+    return f"{entry.used_bytes[rank] / 2**30:.2f} of {entry.limit_bytes[rank] / 2**30:.2f}"
+
+
+@command("dreamshard explain plan.json --rank 1", Panel.understand)
+@takes(PlanOrJobOptions)
+def explain(
+    options: PlanOrJobOptions,
+    rank: Annotated[int | None, typer.Option(min=0, help="Rank to explain; default: the slowest.")] = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Explain why a rank is slow: its fused kernels, its costliest tables, and the gain of moving or splitting them."""
+    job, saved = options.job(), None if options.plan is None else load_plan(options.plan)
+    with working(f"planning {job.model.name} for {job.machine.title}"):
+        found = (job.plan().planner if saved is None else job.read()).explain(rank, saved)
+    if saved is not None:
+        tell_other_statistics(saved, job.model.statistics, options.statistics)
+    show(found.to_dict(), format, str(found))
+
+
+@command("dreamshard compare before.json after.json", Panel.understand)
+def compare(
+    before: PlanArgument,
+    after: PlanArgument,
+    out: Annotated[
+        Path | None, OUTPUT(help="The plan after, with like ranks named so that most weights stay where they are.")
+    ] = None,
+    statistics: StatisticsOption = None,
+    costs: CostsOption = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Compare two plans: tables that moved or changed, bytes to move, and costs before and after.
+
+    --statistics and --costs rate both plans anew. Without them, costs are those of the files.
+    """
+    from dreamshard_planner.plans.comparison import compare, renamed
+
+    plans: list[Any] = [before, after]
+    if statistics is not None or costs is not None:
+        rating = RatingOptions(statistics=statistics, costs=costs)
+        with working("rating both plans"):
+            for at, saved in enumerate(map(load_plan, (before, after))):
+                job = rating.job_of(saved)
+                tell_other_statistics(saved, job.model.statistics, statistics)
+                plans[at] = job.read().saved_plan(saved, saved.name)
+    found = compare(*plans)
+    if out is not None:
+        renamed(load_plan(after), found.names).save(out)
+        typer.echo(f"written to {out}", err=True)
+    show(found.to_dict(), format, str(found))
+
+
+@command("dreamshard info auto", Panel.understand)
+def info(
+    source: Annotated[
+        str, typer.Argument(help="A file of this package, the folder of a training's checkpoint, or auto.")
+    ],
+    device: Annotated[Device, typer.Option(help="Device whose cost checkpoint auto stands for.")] = Device.cpu,
+    format: FormatOption = Format.table,
+) -> None:
+    """Show what a file holds and was made from. auto is the cost checkpoint that planning would take."""
+    kind, document = _described(source, device.value)
+    shown = IN_WORDS[kind](document) if kind in IN_WORDS else document
+    show({"kind": kind, **document}, format, facts(shown, f"{source}: {kind}"))
+
+
+def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the main facts of a cost checkpoint, with units; the JSON has all."""
+    hardware, validation, data = (checkpoint.get(name) or {} for name in ("hardware", "validation", "dataset"))
+    sets, test_sets = (data.get(name, 0) for name in ("sets", "test_sets"))
+    libraries = ("torch", "fbgemm", "torchrec", "python", "instruction_set")
+    told = {
+        "file": checkpoint.get("file"),
+        "taken because": checkpoint.get("why"),
+        "hardware": checkpoint.get("hardware_name") or hardware.get("name"),
+        "made with": ", ".join(f"{name.replace('_', ' ')} {hardware[name]}" for name in libraries if name in hardware),
+        "created": checkpoint.get("created"),
+        "measured": f"{sets:,} sets of tables to learn from, {test_sets:,} held out" if data else None,
+        "network starts from": checkpoint.get("started_from"),
+        "corrected": checkpoint.get("corrected"),
+        "learned": (checkpoint.get("learned") or {}).get("said"),
+        "error": _error(validation.get("network_mape")),
+        "error of a linear model": _error(validation.get("linear_mape")),
+    }
+    over = validation.get("policy_over_rule") or {}
+    told |= {f"policy against {rule}": f"{share:.2f} of its cost" for rule, share in over.items()}
+    if collectives := checkpoint.get("collectives"):
+        from dreamshard_planner.cost.collectives import fits_of
+
+        told["collectives"] = f"{collectives['world_size']} ranks of {collectives['hardware']['name']}"
+        told |= {name: _collective(fit) for name, fit in fits_of(collectives).items()}
+    return {name: text for name, text in told.items() if text}
+
+
+def _error(shares: Sequence[float] | None) -> str | None:
+    if not shares:
+        return None
+    forward, backward = shares
+    return f"{forward:.0%} forward, {backward:.0%} backward, on held-out sets of all kinds"
+
+
+def _collective(fit: CollectiveFit) -> str:
+    from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS
+
+    rates = {"of a rank": fit.bytes_per_ms, "of all ranks": fit.shared_bytes_per_ms}
+    limits = [f"{rate / 1e6:,.1f} GB/s {of}" for of, rate in rates.items() if rate < MAX_BYTES_PER_MS]
+    return f"{fit.latency_ms:.2f} ms and {', '.join(limits) or 'no limit'}; error {fit.relative_error:.0%}"
+
+
+def _training_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return one line for each table of a training's checkpoint."""
+    told = {}
+    for name, table in checkpoint["tables"].items():
+        states = ", ".join(f"{state} {' x '.join(map(str, shape))}" for state, shape in table["states"].items())
+        told[name] = (
+            f"{table['rows']:,} x {table['dim']} {table['data_type']}, {size_in_words(table['bytes'])}; columns of "
+            f"slices {table['column_slices']}, {table['row_blocks']} row blocks; states: {states or 'none'}"
+        )
+    return {**told, "others": checkpoint["others"], "in all": size_in_words(checkpoint["bytes"])}
+
+
+IN_WORDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "checkpoint": _checkpoint_in_words,
+    "training checkpoint": _training_in_words,
+}
+"""Facts for people about kinds of files whose JSON is long."""
+
+
+def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
+    """Return kind and content of a file, by its suffix."""
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+    from dreamshard_planner.checkpoints.user_folder import folder
+
+    path = Path(source)
+    if path.is_dir() and (path / ".metadata").exists():
+        from dreamshard_planner.across_plans.reading import describe
+
+        return "training checkpoint", describe(path)
+    if source == "auto":
+        checkpoint = resolve(source, device)
+        why = checkpoint.why or f"{checkpoint.name} ships; none of your own is in {folder()}"
+        return "checkpoint", {"file": checkpoint.name, "why": why, **checkpoint.metadata}
+    if path.suffix == ".npz":
+        return "dataset", _dataset(path)
+    if path.suffix == ".json":
+        return _json(path)
+    return "checkpoint", Checkpoint.load(path).metadata
+
+
+def _dataset(path: Path) -> dict[str, Any]:
+    from dreamshard_planner.cost.dataset import CostDataset
+
+    dataset = CostDataset.load(path)
+    return {
+        "sets": len(dataset),
+        "shards": len(dataset.columns["name"]),
+        "batch_sizes": sorted(set(dataset.columns["batch_size"].tolist())),
+        "repeats": dataset.samples_ms.shape[1],
+        "spread_of_repeats": float(dataset.spread.mean()),
+        "usual_ms": dataset.usual_ms,
+        "seed": dataset.seed,
+        "created": dataset.created,
+        "digest": dataset.digest,
+        "hardware": dict(dataset.hardware),
+    }
+
+
+def _json(path: Path) -> tuple[str, dict[str, Any]]:
+    from dreamshard_planner.observing import observation
+    from dreamshard_planner.offline import table_list
+    from dreamshard_planner.plans import plan_file
+    from dreamshard_planner.workload import pools, statistics
+
+    files = observation.files_of(path)
+    document = read_json(files[0], DreamShardError)
+    document = document if isinstance(document, dict) else {}
+    if document.get("format") == plan_file.FORMAT:
+        saved = plan_file.SavedPlan.load(path)
+        return "plan", {
+            "tables": len(saved.inputs.tables),
+            "ranks": saved.inputs.topology.all_ranks,
+            "total_ms": saved.predicted.chosen.total_ms,
+            "cost_source": saved.predicted.cost_source,
+            "libraries": saved.libraries,
+            "settings": saved.inputs.settings,
+        }
+    if document.get("format") == observation.FORMAT:
+        seen = observation.Observation.load_all([path])
+        ranks = sorted({rank.rank for run in seen.runs for rank in run.ranks})
+        told = {"runs": len(seen.runs), "steps": seen.steps, "ranks": ranks, "hardware": seen.hardware}
+        return "observation", told
+    schema = document.get("schema")
+    if schema == statistics.SCHEMA:
+        found = statistics.TableStatistics.from_json(path)
+        factors = {name: feature.pooling_factor for name, feature in found.items()}
+        return "statistics", {"features": len(found), "pooling_factors": factors}
+    if schema in (table_list.SCHEMA, pools.TABLES_SCHEMA):
+        specs = table_list.read_table_list(path)
+        return "tables", {
+            "tables": len(specs),
+            "features": sum(len(spec.features) for spec in specs),
+            "rows": sum(spec.num_embeddings for spec in specs),
+            "weights": sum(spec.num_embeddings * spec.embedding_dim for spec in specs),
+        }
+    raise DreamShardError(f"{path}: a JSON file of no kind that this package writes or reads")
