@@ -29,7 +29,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline, SearchConfig
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Budget, SearchConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.moves import local_search
 from placements.contests import Contest
@@ -57,8 +57,8 @@ def searched(cost: Cost, starts: Sequence[Tensor], config: SearchConfig, seed: i
     if not starts:
         return None
     best = starts[int(cost.rate(torch.stack(list(starts))).overall_ms_B.argmin())]
-    generator = torch.Generator().manual_seed(seed)
-    return local_search(cost, best, config, Deadline(None), generator).assignment_S
+    budget, generator = Budget(config.last_moves, NO_DEADLINE), torch.Generator().manual_seed(seed)
+    return local_search(cost, best[None], config, budget, generator)
 
 
 Placer = Callable[[Contest], Tensor | None]

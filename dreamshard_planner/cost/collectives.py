@@ -16,7 +16,7 @@ Shapes: D devices, C collectives; leading dimensions are free.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -240,32 +240,45 @@ class Collective:
         return tuple(model for model in (self.forward, self.backward) if model is not None)
 
 
-class _BetweenLikeRanks:
-    """Collectives of one :attr:`Collective.over`, rated side by side, K of them; N exchanges of each."""
+class Exchanges:
+    """Passes of collectives of one :attr:`Collective.over`, rated side by side: K of them, N exchanges of each.
 
-    def __init__(self, over: str, columns: list[int], collectives: Sequence[Collective]) -> None:
-        self.columns, self._over = torch.tensor(columns), over
-        some = [collectives[column] for column in columns]
-        forward_4K, backward_4K = _rates([one.forward for one in some]), _rates([one.backward for one in some])
-        both_alike = torch.equal(forward_4K, backward_4K)
-        passes = [forward_4K] if both_alike else [forward_4K, backward_4K]
-        self._rates = torch.stack(passes, dim=1)[..., None].unbind(0)
+    A collective has one row if forward and backward are alike, else one for each pass in which it runs.
+    """
 
-    def ms(self, bytes_XCD: Tensor, ranks_per_host: int) -> Tensor:
-        """Forward and backward milliseconds, [..., 2, K], of the slowest exchange of each; [..., 1, K] where all take
-        as long in both passes."""
+    def __init__(self, collectives: Sequence[Collective], chosen: Iterable[int]) -> None:
+        rows = [
+            (column, model, (collectives[column].forward == model, collectives[column].backward == model))
+            for column in chosen
+            for model in dict.fromkeys(collectives[column].passes)
+        ]
+        self.column_K = torch.tensor([column for column, *_ in rows], dtype=torch.int64)
+        self._over = collectives[rows[0][0]].over if rows else "world"
+        self._rates_4K = torch.tensor([model.rates for _, model, _ in rows], dtype=torch.float64).view(-1, 4).T
+        self._runs_2K = torch.tensor([runs for *_, runs in rows], dtype=torch.float64).view(-1, 2).T.contiguous()
+
+    def bounded_ms(self, largest_KX: Tensor, smallest_KX: Tensor, total_KX: Tensor) -> tuple[Tensor, Tensor]:
+        """Return forward and backward milliseconds [X] of all of them, if each has one exchange, from the largest and
+        smallest bytes that a rank sends to each peer and their sum over ranks."""
+        return self._both(self._each_ms(largest_KX, smallest_KX, total_KX))
+
+    def ms(self, bytes_XCD: Tensor, ranks_per_host: int) -> tuple[Tensor, Tensor]:
+        """Return forward and backward milliseconds [X] of all of them, each by its slowest exchange."""
         together = bytes_XCD.shape[-1] if self._over == "world" else ranks_per_host
-        bytes_X1KND = bytes_XCD.index_select(-2, self.columns).unflatten(-1, (-1, together)).unsqueeze(-4)
+        bytes_KXND = bytes_XCD.index_select(-2, self.column_K).movedim(-2, 0).unflatten(-1, (-1, together))
         if self._over == "across":
-            bytes_X1KND = bytes_X1KND.transpose(-1, -2)
-        smallest_X1KN, largest_X1KN = bytes_X1KND.aminmax(dim=-1)
-        return _exchange_ms(largest_X1KN, smallest_X1KN, bytes_X1KND.sum(-1), *self._rates).amax(-1)
+            bytes_KXND = bytes_KXND.transpose(-1, -2)
+        smallest_KXN, largest_KXN = bytes_KXND.aminmax(dim=-1)
+        return self._both(self._each_ms(largest_KXN, smallest_KXN, bytes_KXND.sum(-1)).amax(-1))
 
+    def _each_ms(self, largest_KX: Tensor, smallest_KX: Tensor, total_KX: Tensor) -> Tensor:
+        rates = [rate_K.view(-1, *[1] * (largest_KX.dim() - 1)) for rate_K in self._rates_4K]
+        return _exchange_ms(largest_KX, smallest_KX, total_KX, *rates)
 
-def _rates(models: Sequence[CollectiveModel | None]) -> Tensor:
-    """Peers, latency and bandwidths of each model, float64 [4, K]; None: an exchange that takes no time."""
-    rates = [(0.0, 0.0, 1.0, 1.0) if model is None else model.rates for model in models]
-    return torch.tensor(rates, dtype=torch.float64).T
+    def _both(self, ms_KX: Tensor) -> tuple[Tensor, Tensor]:
+        shape = ms_KX.shape[1:]
+        forward_X, backward_X = (self._runs_2K @ ms_KX.reshape(len(ms_KX), shape.numel())).view(2, *shape)
+        return forward_X, backward_X
 
 
 class Collectives:
@@ -281,8 +294,8 @@ class Collectives:
         self.collectives = tuple(collectives)
         self.world = world
         self._ranks_per_host = ranks_per_host
-        self._between = [
-            _BetweenLikeRanks(over, [n for n, one in enumerate(self.collectives) if one.over == over], self.collectives)
+        self._exchanges = [
+            Exchanges(self.collectives, [n for n, one in enumerate(self.collectives) if one.over == over])
             for over in dict.fromkeys(collective.over for collective in self.collectives)
         ]
 
@@ -315,28 +328,19 @@ class Collectives:
         )
         return torch.tensor(forward_C, dtype=torch.float64), torch.tensor(backward_C, dtype=torch.float64)
 
-    def each_ms(self, bytes_XCD: Tensor) -> Tensor:
-        """Forward and backward milliseconds of each, [..., 2, C]; those that move nothing take nothing."""
-        ms_X2C = bytes_XCD.new_zeros(*bytes_XCD.shape[:-2], 2, bytes_XCD.shape[-2])
-        for some in self._between:
-            ms_X2C[..., some.columns] = some.ms(bytes_XCD, self._ranks_per_host)
-        return ms_X2C
-
-    def groups(self, column: int, num_ranks: int) -> Tensor:
-        """Which ranks exchange with each other in one of them, bool [exchanges side by side, D]."""
-        rank_D = torch.arange(num_ranks)
-        group_D = {
-            "world": torch.zeros_like(rank_D),
-            "host": rank_D // self._ranks_per_host,
-            "across": rank_D % self._ranks_per_host,
-        }[self.collectives[column].over]
-        return group_D == group_D.unique()[:, None]
-
     def ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
-        """Forward and backward milliseconds [...] of all of them, from the bytes [..., C, D] that each rank sends to
-        each peer."""
-        forward_X, backward_X = self.each_ms(bytes_XCD).sum(-1).unbind(-1)
+        """Return forward and backward milliseconds [X] of all of them, from the bytes that each rank sends to each
+        peer. Collectives that move nothing take nothing."""
+        parts = [some.ms(bytes_XCD, self._ranks_per_host) for some in self._exchanges]
+        forward_X, backward_X = parts[0]
+        for forward_ms_X, backward_ms_X in parts[1:]:
+            forward_X, backward_X = forward_X + forward_ms_X, backward_X + backward_ms_X
         return forward_X, backward_X
+
+    def each_ms(self, bytes_CD: Tensor) -> list[float]:
+        """Return the milliseconds of each collective, forward and backward together."""
+        each = (Exchanges(self.collectives, [n]).ms(bytes_CD, self._ranks_per_host) for n in range(len(bytes_CD)))
+        return [float(forward + backward) for forward, backward in each]
 
 
 @dataclass(frozen=True)

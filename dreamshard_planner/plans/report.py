@@ -398,8 +398,8 @@ def memory_entries(cost: Cost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
 def each_collective(cost: Cost, sharding: Sharding) -> tuple[tuple[str, float], ...]:
     """Milliseconds of each collective that moves something, both passes together."""
     collectives = cost.problem.collectives
-    forward_C, backward_C = collectives.each_ms(cost.bytes_sent(*cost.problem.laid(sharding)))
-    named = zip(collectives.collectives, (forward_C + backward_C).tolist(), strict=True)
+    each_ms = collectives.each_ms(cost.bytes_sent(*cost.problem.laid(sharding)))
+    named = zip(collectives.collectives, each_ms, strict=True)
     return tuple((collective.name, ms) for collective, ms in named if ms > 0)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Sharding
+from dreamshard_planner.cost.problem import Option, Problem, Sharding
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, Budget, Deadline, SearchConfig
 from dreamshard_planner.search.laying import packed_start
 from dreamshard_planner.search.moves import local_search
@@ -102,6 +102,8 @@ def search(
     cheapest = [start for start in order if start not in beside][: config.starts]
     first = sorted([*cheapest, *beside], key=overall.__getitem__)
     descents = _Descents(cost, order[0], config, seed, budget)
+    if not _can_reshard(cost.problem):
+        return descents.result(first, in_time)
     # For the same reason each has its turn before the best may use up the budget.
     turn = int(TURNS * budget.limit / (2 * len(first)))
     for start in first:
@@ -111,7 +113,7 @@ def search(
             descents.descend(min(variants, key=cost.overall_ms), turn)
     for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:
         descents.descend(sharding)
-    fruitless = 0 if any(len(options) > 1 for options in cost.problem.tables) else config.patience
+    fruitless = 0
     while budget.left() and fruitless < config.patience:
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
@@ -121,7 +123,14 @@ def search(
         unreplicated = [start for start in order if kind not in _types(cost, start)]
         if 0 < len(unreplicated) < len(order) and budget.left():
             descents.descend(descents.descend(unreplicated[0], without=kind))
-    return descents.result(in_time)
+    return descents.result([descents.best], in_time)
+
+
+def _can_reshard(problem: Problem) -> bool:
+    """Return whether anything but moves and swaps of units of span 1 can change a sharding."""
+    every = problem.option_rows
+    wide_O = every.is_free_O & (every.span_O > 1) & (every.span_O < problem.num_ranks)
+    return len(every.span_O) > problem.num_tables or bool(wide_O.any())
 
 
 def _budget(cost: Cost, config: SearchConfig, deadline: Deadline) -> Budget:
@@ -157,19 +166,16 @@ class _Descents:
         self._turns: dict[Sharding, int] = {}
         """What a turn from each start took of the budget."""
 
-    def result(self, in_time: bool) -> SearchResult:
-        """Return the best after perturbed moves, in the cheapest kernels that there is room for; ``in_time`` says
-        whether all starts were made."""
-        chosen = self._cost.chosen(self.best)
-        last = local_search(chosen.cost, chosen.assignment_S, self._config, self.budget.deadline, self._generator)
-        best = prefer_cheaper_kernels(self._cost, chosen.placed(last.assignment_S))
-        return SearchResult(
-            best,
-            self._cost.overall_ms(best),
-            self.budget.used,
-            self._candidates + last.candidates,
-            self.budget.cut_short or last.cut_short or not in_time,
-        )
+    def result(self, starts: Sequence[Sharding], in_time: bool) -> SearchResult:
+        """Return the best after moves from some starts, which differ in nothing else, and from perturbed copies, in
+        the cheapest kernels that there is room for; ``in_time`` says whether all starts were made."""
+        chosen, budget = self._cost.chosen(starts[0]), Budget(self._config.last_moves, self.budget.deadline)
+        starts_BS = torch.stack([self._cost.chosen(start).assignment_S for start in starts])
+        best_S = local_search(chosen.cost, starts_BS, self._config, budget, self._generator)
+        best = prefer_cheaper_kernels(self._cost, chosen.placed(best_S))
+        cut_short = self.budget.cut_short or budget.cut_short or not in_time
+        candidates = self._candidates + budget.used
+        return SearchResult(best, self._cost.overall_ms(best), self.budget.used, candidates, cut_short)
 
     def _state(self, sharding: Sharding, without: str | None = None) -> ShardingState:
         config = self._config
@@ -210,9 +216,10 @@ class _Descents:
         chosen = self._cost.chosen(sharding)
         if not len(chosen.assignment_S):
             return sharding, True
-        moved = local_search(chosen.cost, chosen.assignment_S, self._config, self.budget.deadline)
-        self._candidates += moved.candidates
-        return chosen.placed(moved.assignment_S), moved.candidates < self._config.moves
+        budget = Budget(self._config.moves, self.budget.deadline)
+        moved_S = local_search(chosen.cost, chosen.assignment_S[None], self._config, budget)
+        self._candidates += budget.used
+        return chosen.placed(moved_S), budget.used < budget.limit
 
     def perturbed(self) -> Sharding:
         """The best with a few random tables sharded another way, each where it leaves the lowest peak."""

@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from dreamshard_planner.cost.collectives import Exchanges
 from dreamshard_planner.cost.compute import both_passes, overall_ms
 from dreamshard_planner.cost.model import Cost
 
@@ -129,29 +130,32 @@ class PlacementState(State):
         return both_passes(self.cost.compute.approximate_ms(latent_XH))
 
     @cached_property
-    def sends_C(self) -> Tensor:
-        """Collectives that some part sends in, bool: the others stay as they are wherever the parts lie."""
-        return self.problem.bytes_PC.any(0)
+    def exchanges(self) -> Exchanges:
+        """Collectives that some part sends in: the others stay as they are wherever the parts lie."""
+        every, sends = self.problem.collectives.collectives, self.problem.bytes_PC.any(0).nonzero()[:, 0].tolist()
+        if odd := [every[column].name for column in sends if every[column].over != "world"]:
+            raise ValueError(f"shards that span one rank must exchange with all ranks, but {odd[0]} does not.")
+        return Exchanges(every, sends)
+
+    @cached_property
+    def sent_bytes_KP(self) -> Tensor:
+        """Bytes that each part sends in each of them."""
+        return self.problem.bytes_PC.T[self.exchanges.column_K].contiguous()
 
     @cached_property
     def byte_weight_C1(self) -> Tensor:
-        """What a byte of each of these costs, beside one of the others; alike where none costs anything."""
-        weight_C = self.problem.collectives.level_ms_per_byte(self.problem.num_ranks) * self.sends_C
-        weight_C = weight_C if weight_C.any() else self.sends_C.double()
+        """Cost of a byte in each of them, over that of the dearest; alike if none costs anything."""
+        sends_C = self.problem.bytes_PC.any(0)
+        weight_C = self.problem.collectives.level_ms_per_byte(self.problem.num_ranks) * sends_C
+        weight_C = weight_C if weight_C.any() else sends_C.double()
         return (weight_C / weight_C.max().clamp_min(1e-300))[:, None]
 
     @cached_property
-    def other_collectives_ms(self) -> list[Tensor]:
-        """Forward and backward milliseconds of these others."""
-        each_ms = self.problem.collectives.each_ms(self.bytes_CD[0])
-        return [ms_C[~self.sends_C].sum() for ms_C in each_ms]
-
-    @cached_property
-    def exchanges(self) -> list[tuple[int, list[Tensor | None]]]:
-        """The collectives that some part sends in, each with the ranks that exchange with each other; None: all."""
-        problem, columns = self.problem, self.sends_C.nonzero()[:, 0].tolist()
-        groups = [(column, problem.collectives.groups(column, problem.num_ranks)) for column in columns]
-        return [(column, [None if member_D.all() else member_D for member_D in members]) for column, members in groups]
+    def other_collectives_ms(self) -> Tensor:
+        """Milliseconds of the other collectives."""
+        bytes_CD = self.bytes_CD[0].masked_fill(self.problem.bytes_PC.any(0)[:, None], 0.0)
+        forward, backward = self.problem.collectives.ms(bytes_CD)
+        return forward + backward
 
     def replace(self, row_X: Tensor, assignment_XP: Tensor) -> None:
         """Let other placements take the place of some."""

@@ -12,7 +12,7 @@ from placement_tasks import SEARCH, make_cost
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.model import Cost, Preload
 from dreamshard_planner.search import moves
-from dreamshard_planner.search.effort import Deadline
+from dreamshard_planner.search.effort import NO_DEADLINE, Budget
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.states import PlacementState
 
@@ -22,20 +22,19 @@ def test_search_finds_the_optimum_of_a_small_task() -> None:
     every = torch.tensor([[(code >> shard) & 1 for shard in range(7)] for code in range(2**7)])
     best_ms = float(cost.rate(every).overall_ms_B.min())
     start = torch.zeros(7, dtype=torch.int64)
-    result = local_search(cost, start, SEARCH, Deadline(None), torch.Generator().manual_seed(0))
-    assert float(cost.rate(result.assignment_S[None]).overall_ms_B) == pytest.approx(best_ms, rel=1e-4)
-    assert not result.cut_short
+    budget = Budget(2000, NO_DEADLINE)
+    found_S = local_search(cost, start[None], SEARCH, budget, torch.Generator().manual_seed(0))
+    assert float(cost.rate(found_S[None]).overall_ms_B) == pytest.approx(best_ms, rel=1e-4)
+    assert 0 < budget.used and not budget.cut_short
 
 
 def preloaded(cost: Cost, collectives: int) -> Cost:
-    """The same shards on two hosts, which send in two of several collectives each, of several kinds, where ranks hold
-    and send something already; and one collective in which only that is sent."""
+    """The same shards, which send in two of several collectives each, on ranks that hold and send something already;
+    and one collective in which only that is sent."""
     link, slower = CollectiveModel(4, 1e6), CollectiveModel(4, 5e5)
-    host, across = CollectiveModel(2, 2e6), CollectiveModel(2, 3e5, 0.1)
     kinds = [
         Collective("all-to-all", "world", link, link),
-        Collective("inside", "host", host, slower),
-        Collective("across", "across", across, across),
+        Collective("reduce-scatter", "world", slower, link),
         Collective("gradients", "world", None, slower),
         Collective("lookups", "world", slower, None, of_lookups=True),
     ]
@@ -50,7 +49,7 @@ def preloaded(cost: Cost, collectives: int) -> Cost:
     return Cost(problem, cost.compute, preload=Preload(cost.group_latents(part_P % 3) / 2, bytes_CD))
 
 
-@pytest.mark.parametrize("groups, collectives", [(1, 0), (3, 0), (1, 1), (2, 2), (3, 4), (2, 5)])
+@pytest.mark.parametrize("groups, collectives", [(1, 0), (3, 0), (1, 1), (2, 2), (3, 4)])
 def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     """The incremental costs of candidates are those of a rating from scratch, in each of several placements."""
     cost = make_cost(12, 4, groups=groups)
@@ -58,7 +57,6 @@ def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
     states = PlacementState(cost, assignment_BS)
     row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])
-    bottlenecks = moves.Bottlenecks.of(states, row_B, bottleneck_B)
     every = [
         [
             (leaving, home if arrival >= 0 else device, arrival)
@@ -72,9 +70,8 @@ def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     count = min(map(len, every))
     assert count >= 3 * 3 + 3 * 9  # moves and swaps
     leaving_BC, device_BC, arrival_BC = torch.tensor([change[:count] for change in every]).unbind(-1)
-    candidates = moves.Candidates(leaving_BC, device_BC, arrival_BC, torch.ones_like(device_BC, dtype=torch.bool))
-    rated = moves._rate(states, bottlenecks, candidates)
-    overall_BC, _ = moves._scores(states, bottlenecks, candidates, rated, 1.0)
+    step, candidates = moves.Step(states, row_B, bottleneck_B, 1.0), (leaving_BC, device_BC, arrival_BC)
+    overall_BC, _ = step.scores(*candidates, step.rate(*candidates))
     for index, row in enumerate(row_B.tolist()):
         for candidate in range(count):
             changed_S = assignment_BS[row].clone()
@@ -90,13 +87,13 @@ def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(moves, "MAX_PAIRS", 600)
     cost = make_cost(60, 4)
     start_S = torch.zeros(60, dtype=torch.int64)
-    found_S = local_search(cost, start_S, SEARCH, Deadline(None)).assignment_S
+    found_S = local_search(cost, start_S[None], SEARCH, Budget(2000, NO_DEADLINE))
     assert found_S.unique().tolist() == [0, 1, 2, 3]
     before_ms, after_ms = cost.rate(torch.stack([start_S, found_S])).overall_ms_B.tolist()
     assert after_ms < 0.5 * before_ms
 
 
-@pytest.mark.parametrize("collectives", [0, 2, 5])
+@pytest.mark.parametrize("collectives", [0, 2, 4])
 def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) -> None:
     cost = make_cost(24, 4, groups=2)
     cost = preloaded(cost, collectives) if collectives else cost
@@ -104,8 +101,18 @@ def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) ->
     before_B, row_B = states.overall_ms(), torch.arange(2)
     rated = [moves.improve(states, row_B, states.device_ms_D.argmax(-1), 16, 1.0)[1] for _ in range(5)]
     afresh = PlacementState(cost, states.assignment_BP)
-    assert (states.overall_ms() < 0.8 * before_B).all() and all(rated)
+    assert (states.overall_ms() < 0.9 * before_B).all() and all(rated)
     for name in ("latent_DGH", "group_ms_DG", "approximate_ms_DG", "bytes_CD", "free_DM"):
         assert torch.allclose(getattr(states, name).double(), getattr(afresh, name).double(), rtol=1e-9, atol=1e-9), (
             name
         )
+
+
+def test_shards_of_one_rank_exchange_with_all_ranks() -> None:
+    cost = make_cost(4, 4)
+    host = CollectiveModel(2, 2e6)
+    inside = Collectives([Collective("inside", "host", host, host)], 2, host)
+    with pytest.raises(ValueError, match="must exchange with all ranks, but inside does not"):
+        _ = PlacementState(
+            Cost(replace(cost.problem, collectives=inside), cost.compute), torch.arange(4)[None]
+        ).exchanges
