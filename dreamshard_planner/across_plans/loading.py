@@ -45,6 +45,7 @@ from dreamshard_planner.across_plans.reading import (
     state_reads,
 )
 from dreamshard_planner.errors import CheckpointError, DreamShardError
+from dreamshard_planner.hot_rows.replicas import read_after_load
 from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.torchrec_components.compat import unread_metadata
 
@@ -78,6 +79,7 @@ def load_across_plans(
         load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
     except CheckpointException as failure:
         raise users_error(failure) from failure
+    read_after_load(planner.state_dict.values())
 
 
 def users_error(failure: CheckpointException) -> BaseException:

@@ -24,9 +24,10 @@ from torchrec.distributed.planner.storage_reservations import HeuristicalStorage
 from torchrec.distributed.planner.types import DeviceHardware, ParameterConstraints, ShardEstimator, Topology
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import Awaitable, ModuleSharder
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 # Parameters and sharders
 
@@ -194,6 +195,42 @@ def ranks_of_module(module: Any) -> int:
     """Return the ranks over which a ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection`` lies: in 2D
     parallelism those of a sharding group."""
     return module._env.world_size
+
+
+def sequence_features(module: Any) -> dict[str, list[str]]:
+    """Return the features of a ``ShardedEmbeddingCollection`` by sharding type, in the order of its exchanges."""
+    return {kind: sharding.feature_names() for kind, sharding in module._sharding_type_to_sharding.items()}
+
+
+def sharded_values(module: Any, tables: Iterable[str]) -> list[object]:
+    """Return the values that a ``ShardedEmbeddingCollection`` puts into its state dict for tables."""
+    values = {**module._model_parallel_name_to_sharded_tensor, **module._model_parallel_name_to_dtensor}
+    return [values[name] for name in tables]
+
+
+def replace_sequence_output(
+    outputs: Any,
+    number: int,
+    batch: KeyedJaggedTensor,
+    replacement: Callable[[Awaitable[Tensor], Tensor | None], Awaitable[Tensor]],
+) -> None:
+    """Replace what an ``EmbeddingCollectionAwaitable`` waits for.
+
+    Args:
+        number: of the sharding type.
+        batch: lookups of the embeddings that come instead.
+        replacement: makes these embeddings from those that came, and from the number of each lookup among them (None
+            without index dedup).
+    """
+    context = outputs._ctx = copy.copy(outputs._ctx)
+    unique = None
+    if context.reverse_indices:
+        unique, context.reverse_indices = context.reverse_indices[number], list(context.reverse_indices)
+        context.reverse_indices[number] = None
+        context.input_features = list(context.input_features)
+        context.input_features[number] = batch
+    outputs._features_per_sharding[number] = batch
+    outputs._awaitables_per_sharding[number] = replacement(outputs._awaitables_per_sharding[number], unique)
 
 
 def add_fused_optimizers(module: Any, optimizers: Iterable[KeyedOptimizer]) -> None:

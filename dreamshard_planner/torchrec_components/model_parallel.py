@@ -13,6 +13,8 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 import dreamshard_planner
+from dreamshard_planner.hot_rows.hot_set import hot_rows_of
+from dreamshard_planner.hot_rows.sharded import with_hot_rows
 from dreamshard_planner.planning.ranks import RankHardware, read_topology
 from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
 
@@ -49,6 +51,8 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
             raise ValueError("give DistributedModelParallel either plan= or planner=, not both")
         if plan is None:
             plan = self._plan_with(planner, module, env, sharders, "cpu" if device is None else device.type)
+        if any(hot_rows_of(plan)):
+            sharders = with_hot_rows(get_default_sharders() if sharders is None else sharders)
         super().__init__(module, env, device, plan, sharders, *args, **kwargs)
         attach_optimizers(self)
 

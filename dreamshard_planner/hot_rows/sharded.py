@@ -1,0 +1,202 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's sharded EmbeddingCollection with hot rows. Names, shapes, outputs and checkpoints stay the same.
+
+Shapes: N lookups of a sharding type; K hot rows; C rows that the exchange brings; D embedding dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.hot_rows.hot_set import HotRowsSharding
+from dreamshard_planner.hot_rows.replicas import HotReplicas
+from dreamshard_planner.hot_rows.routing import HotIndex, Routed
+from dreamshard_planner.torchrec_components import compat
+
+
+@dataclass
+class HotRowsContext(EmbeddingCollectionContext):
+    """TorchRec's context of one batch, with the lookups of hot rows."""
+
+    batch: KeyedJaggedTensor | None = None
+    """All lookups, features in the order of the sharding types."""
+    routed: Routed | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        super().record_stream(stream)
+        if self.batch is not None and self.routed is not None:
+            self.batch.record_stream(stream)
+            self.routed.record_stream(stream)
+
+
+class HotRowsEmbeddingCollection(ShardedEmbeddingCollection):
+    """TorchRec's ``ShardedEmbeddingCollection``, of which every rank holds the hot rows.
+
+    Lookups of hot rows read this rank's replicas. Only the others are exchanged. The arguments are TorchRec's.
+
+    Raises:
+        DreamShardError: a table cannot have hot rows; names it and says why.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, env, *args, **kwargs)
+        self._hot = {
+            name: sharding.hot_rows
+            for name, sharding in table_name_to_parameter_sharding.items()
+            if isinstance(sharding, HotRowsSharding) and sharding.hot_rows is not None
+        }
+        self._features = compat.sequence_features(self)
+        names = [feature for of_kind in self._features.values() for feature in of_kind]
+        tables = {config.name: config.feature_names for config in module.embedding_configs()}
+        if shared := sorted({name for name in names if names.count(name) > 1}):
+            raise DreamShardError(
+                f"hot rows need features that read one table each, but several tables read {', '.join(shared)}."
+            )
+        self._replicas = HotReplicas(self, env, self._hot)
+        table_of = {feature: table for table, features in tables.items() for feature in features}
+        self._index = HotIndex(self._hot, [table_of[name] for name in names], self._replicas.device)
+        self.register_load_state_dict_post_hook(_read_later)
+
+    def create_context(self) -> HotRowsContext:
+        return HotRowsContext()
+
+    def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Any:
+        assert isinstance(ctx, HotRowsContext)
+        if not isinstance(features, KeyedJaggedTensor):
+            features = maybe_td_to_kjt(features, list(features.keys()))
+        if features.variable_stride_per_key():
+            raise DreamShardError(
+                "hot rows take no batches whose size varies by feature. Plan these tables without hot rows."
+            )
+        with torch.no_grad():
+            wanted = [name for of_kind in self._features.values() for name in of_kind]
+            keys = features.keys()
+            ctx.batch = features if keys == wanted else features.permute([keys.index(name) for name in wanted])
+            ctx.routed = self._index.route(ctx.batch)
+        return super().input_dist(ctx, ctx.routed.others)
+
+    def output_dist(
+        self, ctx: EmbeddingCollectionContext, output: list[Tensor]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        return self._with_hot_rows(ctx, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        return self._with_hot_rows(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _with_hot_rows(
+        self, ctx: EmbeddingCollectionContext, outputs: LazyAwaitable[dict[str, JaggedTensor]]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Put hot rows, as they are now, between the rows that the exchange will bring."""
+        assert isinstance(ctx, HotRowsContext) and ctx.batch is not None and ctx.routed is not None
+        number = list(self._features).index(ShardingType.ROW_WISE.value)
+        parts = ctx.batch.split([len(of_kind) for of_kind in self._features.values()])
+        first, lookups = sum(len(part.values()) for part in parts[:number]), len(parts[number].values())
+        merged = partial(_Merged, ctx.routed, self._replicas, first, lookups)
+        compat.replace_sequence_output(outputs, number, parts[number], merged)
+        return outputs
+
+
+class _Merged(Awaitable[Tensor]):
+    """Embeddings of all lookups of the row_wise tables.
+
+    Args:
+        first: number of the first of these lookups in the batch.
+        exchanged: embeddings of lookups that are not of hot rows.
+        unique: number of each of these lookups among the rows that the exchange brings; None without index dedup.
+    """
+
+    def __init__(
+        self,
+        routed: Routed,
+        replicas: HotReplicas,
+        first: int,
+        lookups: int,
+        exchanged: Awaitable[Tensor],
+        unique: Tensor | None,
+    ) -> None:
+        super().__init__()
+        self._exchanged = exchanged
+        self._rows_KD = replicas.rows()
+        position_C = routed.position_C
+        position_C = position_C[(position_C >= first) & (position_C < first + lookups)] - first
+        if unique is None:
+            unique = torch.arange(len(position_C), device=position_C.device)
+        self._row_N = position_C.new_empty(lookups)
+        self._row_N[routed.position_H - first] = routed.hot_row_H
+        self._row_N[position_C] = len(replicas) + unique
+
+    def _wait_impl(self) -> Tensor:
+        return nn.functional.embedding(self._row_N, torch.cat([self._rows_KD, self._exchanged.wait()]))
+
+
+def _read_later(module: nn.Module, *_: Any) -> None:
+    assert isinstance(module, HotRowsEmbeddingCollection)
+    module._replicas.read_later()
+
+
+class HotRowsSharder(EmbeddingCollectionSharder):
+    """TorchRec's ``EmbeddingCollectionSharder`` for plans with hot rows. The arguments are TorchRec's."""
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingCollection:
+        if not any(isinstance(sharding, HotRowsSharding) and sharding.hot_rows for sharding in params.values()):
+            return super().shard(module, params, env, device, module_fqn)
+        return HotRowsEmbeddingCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=compat.dedups_ids(self),
+            module_fqn=module_fqn,
+        )
+
+
+def with_hot_rows(sharders: Iterable[ModuleSharder[nn.Module]]) -> list[ModuleSharder[nn.Module]]:
+    """Return sharders, those of TorchRec's class ``EmbeddingCollectionSharder`` with hot rows. Other classes stay."""
+    return [
+        HotRowsSharder(sharder.fused_params, sharder.qcomm_codecs_registry, compat.dedups_ids(sharder))
+        if type(sharder) is EmbeddingCollectionSharder
+        else sharder
+        for sharder in sharders
+    ]
