@@ -60,7 +60,6 @@ from dreamshard_planner.search_space.constraints import given_constraints
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop
-from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -175,20 +174,20 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             stats=stats,
             constraints=constraints,
             debug=debug,
-            callbacks=[self._settled, *(callbacks or [])],
+            callbacks=[self._before_callbacks, *(callbacks or [])],
             timeout_seconds=timeout_seconds,
             plan_loader=plan_loader,
         )
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
         self._loop: SearchLoop | None = None
-        self._keeps = True  # TorchRec's plan, where ours gains too little
+        self._falls_back = True  # to TorchRec's plan, if ours gains too little
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
 
     def __copy__(self) -> DreamShardPlanner:
         other = type(self).__new__(type(self))
         other.__dict__.update(vars(self))
-        other._callbacks = [other._settled if callback == self._settled else callback for callback in self._callbacks]
+        other._callbacks = [other._before_callbacks, *self._callbacks[1:]]
         return other
 
     @property
@@ -242,10 +241,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _begin(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchLoop:
         """Read a module, and give TorchRec's loop what it runs with."""
-        searches = self._given.enumerator is None and not isinstance(self.plan_loader, JsonPlanLoader)
-        beyond = searches and self._settings.exact_training
-        model = ModelProblem.of(self._settings, self._ranks, module, sharders, self._storage_reservation, beyond)
-        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._keeps)
+        model = ModelProblem.of(self._settings, self._ranks, module, sharders, self._storage_reservation)
+        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back)
         self._constraints = model.constraints
         self._enumerator, self._proposers = loop.enumerator, loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
@@ -388,7 +385,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def save_plan(self, path: str | Path) -> None:
         """Write the last plan to a file that
-        :class:`~dreamshard_planner.torchrec_components.plan_loader.JsonPlanLoader` loads; on the
+        :class:`~dreamshard_planner.torchrec_components.loop.JsonPlanLoader` loads; on the
         rank that planned (rank 0). An existing file is replaced as a whole.
 
         Raises:
@@ -464,7 +461,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         other, model = copy.copy(self), self._model()
         other._settings = replace(model.settings, statistics=statistics or model.settings.statistics)
         other.plan_loader = None
-        other._keeps = False
+        other._falls_back = False
         other.plan(model.skeleton, model.context.sharders or ())
         return other._last()
 
@@ -494,6 +491,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             raise DreamShardError(f"there is no plan: {self._result}")
         return self._loop.model
 
-    def _settled(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """The first callback."""
-        return plan if self._loop is None else self._loop.settled(plan)
+    def _before_callbacks(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """Finish TorchRec's best plan, as the first callback."""
+        return plan if self._loop is None else self._loop.before_callbacks(plan)

@@ -1,48 +1,52 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's own plan over the same options, by its estimates, proposers, partitioner and rating: a rival of the
-searched plan, and the fallback if that gains too little."""
+"""TorchRec's own plan over the same options: a rival of the searched plan, and its fallback."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TypeAlias
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
 
-from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.plans.report import Report, ReportEntry
+from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.search.effort import portion
-from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of, same_options
+from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of
 
 BASELINE = "torchrec"
-"""What reports call TorchRec's plan."""
+"""Name of TorchRec's plan in reports."""
 MAX_PROPOSALS = 64
 SHARDS_PROPOSED = 200_000
-"""Tables x ranks x proposals to try: about a second. Counted, and not timed, so that plans repeat."""
+"""Tables x ranks x proposals to try, about a second; a count, so that plans repeat."""
 LEAST_PROPOSALS = 4
 SHARDS_OF_ONE = 2_000_000
-"""Tables x ranks from which on not so many are tried, but one."""
+"""Tables x ranks from which on a single proposal is tried."""
 LEAST_GAIN = 0.03
-"""Share of the predicted cost of TorchRec's plan that a searched plan has to gain if lookups per sample are guessed."""
+"""Share of TorchRec's predicted cost that a searched plan must gain if lookups per sample are guessed."""
 
 
 @dataclass(frozen=True)
 class TorchRecPlan:
-    """The best that TorchRec found."""
+    """The best plan that TorchRec found."""
 
     options: list[ShardingOption]
-    """With ranks."""
+    """One option for every table, with ranks."""
     proposals: int
-    """Tried."""
+    """Number of proposals tried."""
     finished: bool
-    """Whether its proposers had no more to propose."""
+    """Whether the proposers had no further proposals."""
+
+    def notes(self) -> tuple[Note, ...]:
+        """Return the report's note on an unfinished search."""
+        text = f"TorchRec's plan is the best of its first {self.proposals} proposals"
+        return () if self.finished else (Note("search", text),)
 
 
 def torchrec_plan(
@@ -51,13 +55,13 @@ def torchrec_plan(
     estimate: Callable[[list[ShardingOption]], None],
     effort: float = 1.0,
 ) -> TorchRecPlan | None:
-    """What TorchRec's planner would choose among the options, None where no proposal tried is a plan.
+    """Return the plan that TorchRec's planner would choose among the options; None if no proposal fits.
 
     Args:
         search_space: options with storage; not changed.
-        topology: what the storage reservation left.
+        topology: with the memory that the storage reservation left.
         estimate: sets TorchRec's perf on options.
-        effort: multiple of the default's number of proposals.
+        effort: number of proposals, as a multiple of the default's.
     """
     space = [copy.deepcopy(option) for option in search_space]
     estimate(space)
@@ -103,25 +107,24 @@ def torchrec_plan(
 
 
 class _AsRead:
-    """An option as TorchRec's proposers read it: when they load it, the largest or the sum of its shards' estimates;
-    afterwards the storage of all shards. They ask for no more of them."""
+    """An option as TorchRec's proposers read it: one score when they load it, the storage of all shards afterwards."""
 
     def __init__(self, option: ShardingOption) -> None:
         self.option, self.fqn, self.sharding_type = option, option.fqn, option.sharding_type
         self.shards: list[Shard] = []
 
     def show_score(self, score: Callable[[Iterable[float]], float]) -> None:
-        """As a single shard's."""
+        """Show the largest or the sum of the shards' estimates, as one shard's."""
         each_ms = (repeat(shard.perf.total, count) for shard, count in counted(self.option))
         self.shards = [Shard([], [], perf=Perf(score(chain.from_iterable(each_ms)), 0, 0, 0))]
 
     def show_shards(self) -> None:
-        """All, without ranks."""
+        """Show all shards, without ranks."""
         self.shards = [*chain.from_iterable(repeat(shard, count) for shard, count in counted(self.option))]
 
 
 def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:
-    """Partition and rate; None where it does not fit."""
+    """Partition and rate a proposal; return None if it does not fit."""
     try:
         return NoopPerfModel(topology).rate(GreedyPerfPartitioner().partition(proposal, topology))
     except PlannerError:
@@ -130,38 +133,51 @@ def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:
 
 @dataclass(frozen=True)
 class BaselineFallback:
-    """TorchRec's plan, taken since a searched one is predicted to gain less than costs can tell.
+    """TorchRec's plan, taken because the searched plan is predicted to gain less than costs can tell.
 
-    Without statistics both planners take one lookup per sample of each feature. Plans that these costs rate alike then
-    differ in steps by chance, either way: see ``benchmarks/default_steps.py``.
+    Without statistics both planners assume one lookup per sample of each feature. Plans that these costs rate alike
+    then differ in steps by chance, either way: see ``benchmarks/default_steps.py``.
     """
 
-    options: tuple[ShardingOption, ...]
-    """With ranks."""
-    searched: PlacementCosts
-    gain: float
-    """Of the searched one, as a share of what TorchRec's costs."""
-    least_gain: float
-    """That was asked for."""
-    guessed: bool
-    """Whether it was asked for since lookups per sample are guessed."""
+    options: list[ShardingOption]
+    """TorchRec's plan, with ranks."""
+    searched: ReportEntry
+    note: Note
+    """For the report."""
 
-    def is_plan(self, plan: Sequence[ShardingOption]) -> bool:
-        """Whether a plan is this one."""
-        mine, given = ({fqn_of(option): ranks_of(option) for option in options} for options in (self.options, plan))
-        return mine == given and same_options(self.options, plan)
+    @classmethod
+    def of(cls, theirs: RatedPlan, searched: RatedPlan, least_gain: float | None) -> BaselineFallback | None:
+        """Return the fallback; None if the searched plan gains enough, or is TorchRec's own.
 
-    def beside(self, report: Report) -> Report:
-        """The report with the searched plan among the rivals."""
-        rivals = [*report.rivals, ReportEntry.of("searched", self.searched)]
-        return replace(report, rivals=tuple(sorted(rivals, key=lambda rival: rival.total_ms)))
-
-    def note(self) -> Note:
-        """For the report."""
+        Args:
+            theirs: TorchRec's plan.
+            searched: the searched plan.
+            least_gain: as the user gave it; None if lookups per sample are guessed.
+        """
+        least = LEAST_GAIN if least_gain is None else least_gain
+        gain = 1 - searched.total_ms / max(theirs.total_ms, 1e-9)
+        if gain >= least or signatures(theirs.options) == signatures(searched.options):
+            return None
         text = (
-            f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * self.gain):.2f} %, less "
-            f"than the {100 * self.least_gain:.3g} % of least_gain"
+            f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * gain):.2f} %, less "
+            f"than the {100 * least:.3g} % of least_gain"
         )
-        if self.guessed:
+        if least_gain is None:
             text += ", since lookups per sample are guessed; statistics would tell which plan is better"
-        return Note("search", text, {"gain": self.gain, "least_gain": self.least_gain})
+        note = Note("search", text, {"gain": gain, "least_gain": least})
+        return cls(theirs.options, ReportEntry.of("searched", searched.costs), note)
+
+
+Signatures: TypeAlias = dict[str, tuple[Hashable, tuple[int | None, ...]]]
+"""Sharding and ranks of each table, by name."""
+
+
+def signatures(plan: Iterable[ShardingOption]) -> Signatures:
+    """Return the sharding and the ranks of each table; equal for equal plans."""
+    return {
+        fqn_of(option): (
+            (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards),
+            tuple(ranks_of(option)),
+        )
+        for option in plan
+    }

@@ -1,22 +1,21 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The options that exact training excludes, and notes on what that costs."""
+"""Notes on the options that exact training excludes, and on their predicted gain."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.planner.types import ShardingOption
 
 from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.model_problem import ModelProblem, planned_constraints
 from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.search.search import search
 from dreamshard_planner.search_space.enumeration import sharding_only
 from dreamshard_planner.search_space.kernels import memory_of
@@ -25,49 +24,60 @@ from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchre
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
 FIGURE_EFFORT = 0.1
-"""Share of a plan's candidates that the search for a figure may try."""
+"""Candidates of the search for a figure, as a share of the plan's."""
 NOTHING = 1e-3
-"""Share of a cost below which a gain is not told."""
+"""Share of a cost below which a gain is not reported."""
 MAX_SHARDS = 4_000
 """Tables times ranks up to which reports have TorchRec's plan over all options, which takes seconds beyond."""
 
 
-def opened_types(
-    exact: Mapping[str, ParameterConstraints], all_types: Mapping[str, ParameterConstraints]
-) -> dict[str, set[str]]:
-    """Return the sharding types that only the second constraints allow, by table; only of tables that have some."""
-    opened = {}
-    for name, constraint in all_types.items():
-        allowed = exact[name].sharding_types or () if name in exact else ()
-        if types := set(constraint.sharding_types or ()) - set(allowed):
-            opened[name] = types
-    return opened
+@neutral()
+@torch.no_grad()
+def exact_training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> list[Note]:
+    """Return notes on the options that exact training excludes from the search for a plan with ranks."""
+    # Hosts of towers are chosen while planning, which a short search does not.
+    if any(table.in_tower for table in shardable_tables(model.skeleton, model.sharders)):
+        return []
+    wider = _WiderSpace.of(model, exact_training=False)
+    if not wider.opened:
+        return []
+    with single_thread():
+        return [*_forced_out(model, wider, plan), _left_out(model, wider, plan)]
 
 
 @dataclass(frozen=True)
-class WiderSpace:
-    """The options that a model would have without exact training, or with optimizers attached to replicas."""
+class _WiderSpace:
+    """The options of a model under other settings."""
 
+    model: ModelProblem
     context: PlanRater
-    """With the wider constraints."""
-    module: nn.Module
-    """Without weights."""
-    sharders: Sequence[ModuleSharder[nn.Module]]
-    batch_size: int
-    topology: Topology
-    """What the storage reservation left."""
+    """Rates options within the wider constraints."""
     opened: Mapping[str, set[str]]
-    """Sharding types that only this space has, by name of the table."""
+    """Sharding types that only this space has, by table name."""
+
+    @classmethod
+    def of(cls, model: ModelProblem, **settings: Any) -> _WiderSpace:
+        """Widen the options of a model by changed settings."""
+        changed = replace(model.settings, **settings)
+        constraints = planned_constraints(changed, model.ranks, model.skeleton, model.sharders, model.legal)
+        exact = {name: set(constraint.sharding_types or ()) for name, constraint in model.constraints.items()}
+        opened = {
+            name: types
+            for name, constraint in constraints.items()
+            if (types := set(constraint.sharding_types or ()) - exact.get(name, set()))
+        }
+        return cls(model, replace(model.context, constraints=constraints), opened)
 
     def enumerated(self, names: Collection[str]) -> list[ShardingOption]:
         """Return the options of the tables with these names."""
-        found = shardable_tables(self.module, self.sharders)
-        tables = frozenset((id(table.module), table.name) for table in found if table.name in names)
-        sharders = [sharding_only(tables, sharder) for sharder in self.sharders]
-        return self.context.enumerator(self.batch_size).enumerate(self.module, sharders)
+        module, given = self.model.skeleton, self.model.sharders
+        tables = frozenset((id(t.module), t.name) for t in shardable_tables(module, given) if t.name in names)
+        sharders = [sharding_only(tables, sharder) for sharder in given]
+        enumerator = self.context.enumerator(self.model.settings.batch_size)
+        return self.context.usable_options(enumerator.enumerate(module, sharders))
 
     def opened_in_words(self) -> str:
-        """Return the types that only this space has, and of how many tables."""
+        """Return the types that only this space has, with their number of tables."""
         return _counted(sorted(Counter(chain.from_iterable(self.opened.values())).items()))
 
 
@@ -75,35 +85,22 @@ def _counted(types: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{kind} for {count} table(s)" for kind, count in types)
 
 
-@neutral()
-@torch.no_grad()
-def forced_out_note(
-    space: WiderSpace, plan: Sequence[ShardingOption], config: SearchConfig, seed: int, seconds: float | None
-) -> tuple[Note, ...]:
-    """Return a note on tables that only exact training keeps out of device memory; none without such tables.
+def _forced_out(model: ModelProblem, wider: _WiderSpace, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Return a note on tables that only exact training keeps out of device memory, if there are any.
 
-    A short search, from the plan on, lets the tables outside take the options that exact training excludes.
-
-    Args:
-        space: the options without exact training.
-        plan: the exact plan, with ranks.
-        config: of the search for the plan.
-        seed: of the search.
-        seconds: cap on the search; None for none.
+    A short search from the plan lets these tables take the options that exact training excludes.
     """
     outside = {fqn_of(option) for option in plan if memory_of(option.compute_kernel) != "device"}
-    named = {option.name for option in plan if fqn_of(option) in outside and option.name in space.opened}
-    if space.context.topology.compute_device == "cpu" or not named:
+    named = {option.name for option in plan if fqn_of(option) in outside and option.name in wider.opened}
+    if model.ranks.topology.compute_device == "cpu" or not named:
         return ()
-    context = space.context
-    with single_thread():
-        options = [option for option in context.usable_options(space.enumerated(named)) if fqn_of(option) in outside]
-        offered = by_table(options)
-        options += [one for one in plan if not any(same_option(one, other) for other in offered.get(fqn_of(one), ()))]
-        read = context.read(options, space.topology)
-        cost, start = context.cost(read), read.sharding(plan)
-        found = search(cost, [start], config.times(FIGURE_EFFORT), seed, seconds)
-        exact_ms = cost.overall_ms(start)
+    options = [option for option in wider.enumerated(named) if fqn_of(option) in outside]
+    offered = by_table(options)
+    options += [one for one in plan if not any(same_option(one, other) for other in offered.get(fqn_of(one), ()))]
+    read = wider.context.read(options, model.left)
+    cost, start, settings = wider.context.cost(read), read.sharding(plan), model.settings
+    found = search(cost, [start], settings.search.times(FIGURE_EFFORT), settings.seed, settings.seconds)
+    exact_ms = cost.overall_ms(start)
     if found is None or not found.overall_ms < exact_ms * (1 - NOTHING):
         return ()
     inside = [
@@ -121,28 +118,13 @@ def forced_out_note(
     return (Note("forced_out", text, {"tables": len(inside), "lost_ms": lost_ms}),)
 
 
-def left_out_note(
-    space: WiderSpace,
-    attached: WiderSpace | None,
-    searched: Sequence[ShardingOption],
-    plan: Sequence[ShardingOption],
-    effort: float,
-) -> Note:
-    """Return a note on the options that exact training excludes; of models up to :data:`MAX_SHARDS`, with the predicted
-    cost of TorchRec's plan over all options.
-
-    Args:
-        space: the options without exact training.
-        attached: the options with optimizers attached to replicas; None if these are no more.
-        searched: the options of exact training.
-        plan: the exact plan, with ranks.
-        effort: multiple of the default's number of TorchRec's proposals.
-    """
-    text = f"exact training leaves out {space.opened_in_words()} (exact_training=False allows it)"
+def _left_out(model: ModelProblem, wider: _WiderSpace, plan: Sequence[ShardingOption]) -> Note:
+    """Return a note on the excluded options, with the cost of TorchRec's plan over all options of smaller models."""
+    text = f"exact training leaves out {wider.opened_in_words()} (exact_training=False allows it)"
     figures = {}
-    if len(plan) * space.topology.world_size <= MAX_SHARDS:
-        exact_ms, theirs_ms = _with_torchrecs(space, searched, plan, effort)
-        figures["exact_ms"] = exact_ms
+    if len(plan) * model.left.world_size <= MAX_SHARDS:
+        figures["exact_ms"] = exact_ms = wider.context.rated(plan).total_ms
+        theirs_ms = _torchrec_ms(model, wider, plan)
         if theirs_ms is None:
             text += ": TorchRec's plan over all options is not found"
         else:
@@ -152,26 +134,21 @@ def left_out_note(
                 f"({factor:.3f} times)"
             )
             figures["torchrec_ms"] = theirs_ms
-    if attached is not None:
+    attached = _WiderSpace.of(model, optimizers_attached=True)
+    if attached.opened:
         text += f"; optimizers_attached=True allows {attached.opened_in_words()} and trains exactly"
     return Note("beyond_exact_training", text, figures)
 
 
-@neutral()
-@torch.no_grad()
-def _with_torchrecs(
-    space: WiderSpace, searched: Sequence[ShardingOption], plan: Sequence[ShardingOption], effort: float
-) -> tuple[float, float | None]:
-    """Return the predicted milliseconds of a plan, and of TorchRec's plan over all options; None if there is none."""
-    context = space.context
-    with single_thread():
-        options = [option for option in searched if option.name not in space.opened]
-        options += context.usable_options(space.enumerated(space.opened))
-        if not any(map(context.is_guess, plan)):
-            options = context.certain_options(options)
-        order = {fqn: index for index, fqn in enumerate(by_table(searched))}
-        options.sort(key=lambda option: order[fqn_of(option)])
-        offered = [option for option in options if is_torchrecs(option)]
-        theirs = torchrec_plan(offered, space.topology, context.estimate_as_torchrec, effort)
-        exact_ms = float(context.rated(plan).overall_ms_B[0])
-        return exact_ms, None if theirs is None else float(context.rated(theirs.options).overall_ms_B[0])
+def _torchrec_ms(model: ModelProblem, wider: _WiderSpace, plan: Sequence[ShardingOption]) -> float | None:
+    """Return the predicted milliseconds of TorchRec's plan over all options; None if there is none."""
+    context, searched = wider.context, model.context.searched_options(model.search_space)
+    options = [option for option in searched if option.name not in wider.opened]
+    options += wider.enumerated(set(wider.opened))
+    if not any(map(context.is_guess, plan)):
+        options = context.certain_options(options)
+    order = {fqn: index for index, fqn in enumerate(by_table(searched))}
+    options.sort(key=lambda option: order[fqn_of(option)])
+    offered = [option for option in options if is_torchrecs(option)]
+    theirs = torchrec_plan(offered, model.left, context.estimate_as_torchrec, model.settings.candidates)
+    return None if theirs is None else context.rated(theirs.options).total_ms

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Why a rank is slow: its fused kernels, its costliest tables, and what moving or splitting each would gain."""
+"""Explanation of one rank's time: fused kernels, costliest tables, and the gain of moving or splitting each."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
-from dreamshard_planner.planning.context import PlanRater
-from dreamshard_planner.planning.given_plans import GivenPlans, Rated
+from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
@@ -136,8 +135,8 @@ def _gain(change: Change | None) -> str:
 @torch.no_grad()
 def explain(
     context: PlanRater,
-    given: GivenPlans,
-    rated: Rated,
+    left: Topology,
+    rated: RatedPlan,
     usable: Sequence[ShardingOption],
     notes: Sequence[Note],
     rank: int | None = None,
@@ -146,7 +145,7 @@ def explain(
 
     Args:
         context: reads and rates options.
-        given: plans of the model.
+        left: topology with the memory that the storage reservation left.
         rated: the plan.
         usable: options that tables may take instead.
         notes: notes on the plan.
@@ -164,7 +163,7 @@ def explain(
     alone_ms = {index: entry.on_rank_ms(rank) for index, entry in enumerate(report.tables) if rank in entry.ranks}
     costliest = sorted(alone_ms, key=lambda table: (-alone_ms[table], table))
     names = [problem.names[table] for table in costliest[:MAX_TABLES]]
-    changes = _changes(context, given, rated, usable, names)
+    changes = _changes(context, left, rated, usable, names)
     return Explanation(
         rank=rank,
         headline=report.verdict,
@@ -191,7 +190,7 @@ def explain(
     )
 
 
-def _groups(rated: Rated, rank: int, alone_ms: dict[int, float]) -> tuple[GroupCost, ...]:
+def _groups(rated: RatedPlan, rank: int, alone_ms: dict[int, float]) -> tuple[GroupCost, ...]:
     """Return the fused kernels of a rank; ``alone_ms`` has its tables."""
     problem, sharding = rated.read.problem, rated.sharding
     latent_GH = rated.cost.group_latents(*problem.laid(sharding))[rank]
@@ -213,7 +212,7 @@ def _groups(rated: Rated, rank: int, alone_ms: dict[int, float]) -> tuple[GroupC
 
 
 def _changes(
-    context: PlanRater, given: GivenPlans, rated: Rated, usable: Sequence[ShardingOption], names: Sequence[str]
+    context: PlanRater, left: Topology, rated: RatedPlan, usable: Sequence[ShardingOption], names: Sequence[str]
 ) -> dict[str, tuple[Change | None, Change | None]]:
     """Rate the best move and the best split of each of some tables by the search's re-shards."""
     chosen = {fqn_of(option): option for option in rated.options}
@@ -223,7 +222,7 @@ def _changes(
         for option in options
         if name in names and not same_option(option, chosen[name])
     ]
-    read = context.read([*rated.options, *others], given.left)
+    read = context.read([*rated.options, *others], left)
     cost, sharding = context.cost(read), read.sharding(rated.options)
     now_ms = cost.overall_ms(sharding)
     state = ShardingState(cost, sharding, max(1e-9, now_ms))

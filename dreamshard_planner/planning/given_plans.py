@@ -1,33 +1,22 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Plans that come from elsewhere, as options of the model that was planned: TorchRec's ``ShardingPlan``, files, lists
-of options. What is missing, unknown or impossible is an error that names the table."""
+"""Plans from elsewhere as options of the planned model: TorchRec's ``ShardingPlan``, files, lists of options. Errors
+name the table."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torchrec.distributed.planner.enumerators import get_partition_by_type
-from torchrec.distributed.planner.types import (
-    PlannerError,
-    PlannerErrorType,
-    Shard,
-    ShardingOption,
-    Storage,
-    Topology,
-)
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Storage, Topology
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
-from dreamshard_planner.cost.model import Cost, PlacementCosts
-from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
-from dreamshard_planner.planning.context import PlanRater
-from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.cost.problem import MEMORY_KINDS
+from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
-from dreamshard_planner.plans.report import Report
-from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, is_known
 from dreamshard_planner.search_space.options import (
     by_table,
@@ -46,30 +35,8 @@ from dreamshard_planner.search_space.usable_options import misses_rows
 from dreamshard_planner.support.formatting import NAMED, memory_in_words, nearest
 from dreamshard_planner.support.torch_state import single_thread
 
-
-@dataclass(frozen=True)
-class Rated:
-    """A plan, read and rated."""
-
-    options: list[ShardingOption]
-    """With ranks and storage."""
-    read: ReadProblem
-    cost: Cost
-    sharding: Sharding
-    costs: PlacementCosts
-    """B = 1."""
-
-    def report(self, notes: Sequence[Note], search: Report | None = None) -> Report:
-        """On it, as it was not searched for.
-
-        Args:
-            notes: beside those of its cost.
-            search: the report on the search that it goes back to, if any.
-        """
-        report = Report.of(self.cost, self.sharding, notes=notes)
-        if search is None:
-            return report
-        return replace(report, rivals=search.rivals, candidates=search.candidates, reshards=search.reshards)
+GivenPlan: TypeAlias = ShardingPlan | SavedPlan | Sequence[ShardingOption]
+"""A plan of TorchRec's, one from a file, or one option with ranks for each table."""
 
 
 class GivenPlans:
@@ -78,7 +45,7 @@ class GivenPlans:
     Args:
         context: of the planner that enumerated the options.
         search_space: all options of all tables.
-        left: what the storage reservation leaves.
+        left: topology with the memory that the storage reservation left.
     """
 
     def __init__(self, context: PlanRater, search_space: Sequence[ShardingOption], left: Topology) -> None:
@@ -86,31 +53,28 @@ class GivenPlans:
         self.left = left
         self.by_table = by_table(search_space)
 
-    def options(self, plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> list[ShardingOption]:
-        """One option with ranks for each table, in the order of the search space. Options that are given are taken as
-        they are; others are copies of those that were enumerated, or made after them.
+    def options(self, plan: GivenPlan) -> list[ShardingOption]:
+        """Return one option with ranks for each table, in the order of the search space.
+
+        Given options are returned as they are. Other plans become copies of the enumerated options.
 
         Raises:
             PlannerError: tables are missing, unknown or given twice; shards leave their table or do not cover it; ranks
                 are missing or impossible; a sharding type or kernel is unknown; blocks of rows are not equal.
         """
-        given = tables_of(plan)
-        self._check_tables(given, plan.name if isinstance(plan, SavedPlan) else "the plan")
+        given = self._tables(plan)
         options = [self.as_option(fqn, given[fqn]) for fqn in self.by_table]
         for option in options:
             _check_rows(option)
         return options
 
     def enumerated(self, plan: SavedPlan) -> dict[int, ShardingOption]:
-        """The options that a file chose, with its ranks and load factors, each by the storage hash of the enumerated
-        option that it was made from (:meth:`known`).
+        """Return the options that a file chose, each by the storage hash of the enumerated option (:meth:`known`).
 
         Raises:
-            PlannerError: as :meth:`options`, and where a table is sharded in a way that was not enumerated for it.
+            PlannerError: as of :meth:`options`, or a table is sharded in a way that was not enumerated for it.
         """
-        given = tables_of(plan)
-        self._check_tables(given, plan.name if isinstance(plan, SavedPlan) else "the plan")
-        chosen = {}
+        given, chosen = self._tables(plan), {}
         for fqn, choices in self.by_table.items():
             sharding = given[fqn]
             _check_rows(self.as_option(fqn, sharding))
@@ -129,37 +93,25 @@ class GivenPlans:
         return chosen
 
     @torch.no_grad()
-    def rated(self, plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> Rated:
-        """What a plan needs and costs; errors as of :meth:`options`."""
+    def rated(self, plan: GivenPlan) -> RatedPlan:
+        """Return a plan with its memory and costs; errors as of :meth:`options`."""
         with single_thread():
             options = self.options(plan)
             self._context.complete(options)
-            read = self._context.read(options, self.left)
-            cost, sharding = self._context.cost(read), read.sharding(options)
-            return Rated(options, read, cost, sharding, cost.rate(sharding))
-
-    def check_room(self, rated: Rated, name: str) -> None:
-        """PlannerError unless every rank keeps within what the storage reservation leaves; names rank and bytes."""
-        problem = rated.read.problem
-        used_DM, room_DM = problem.taken(*problem.laid(rated.sharding)), problem.limits_DM
-        over_DM = (used_DM - room_DM).masked_fill(used_DM == 0, 0)[:, : len(MEMORY_KINDS)]
-        if not bool((over_DM > 0).any()):
-            return
-        at = divmod(int(over_DM.flatten().argmax()), len(MEMORY_KINDS))
-        used, room, over = (memory_in_words(max(0, int(values_DM[at]))) for values_DM in (used_DM, room_DM, over_DM))
-        raise lacks_room(
-            f"Tables do not fit: {name} puts {used} of {MEMORY_KINDS[at[1]]} on rank {at[0]}, the storage reservation "
-            f"leaves {room}: {over} are missing"
-        )
+            return self._context.rated(options, self.left)
 
     def known(self, fqn: str, sharding: TableSharding) -> ShardingOption | None:
-        """The enumerated option of a table that shards it so, if there is one. What may be cached may have been
-        promoted to device memory, as TorchRec's ``EmbeddingOffloadScaleupProposer`` does."""
+        """Return the enumerated option that shards a table so, if there is one.
+
+        A cached table may have been promoted to device memory, as by TorchRec's ``EmbeddingOffloadScaleupProposer``.
+        """
         kernels = (sharding.kernel, *([CACHING] if sharding.kernel == FUSED else []))
-        found = (self._known(self.by_table[fqn], replace(sharding, kernel=kernel)) for kernel in kernels)
+        found = (_known(self.by_table[fqn], replace(sharding, kernel=kernel)) for kernel in kernels)
         return next(filter(None, found), None)
 
-    def _check_tables(self, given: Mapping[str, Any], name: str) -> None:
+    def _tables(self, plan: GivenPlan) -> dict[str, Any]:
+        """Return a plan's sharding of each table of the model, and of no other table."""
+        given, name = tables_of(plan), plan.name if isinstance(plan, SavedPlan) else "the plan"
         unknown = [fqn for fqn in given if fqn not in self.by_table]
         if unknown:
             named = [f"{fqn!r}{nearest(fqn, self.by_table)}" for fqn in unknown[:NAMED]]
@@ -173,25 +125,23 @@ class GivenPlans:
                 f"{name} has no sharding of {_count(missing)} the planned model has: "
                 f"{', '.join(map(repr, missing[:NAMED]))}"
             )
+        return given
 
-    def _check(self, fqn: str, sharding: TableSharding) -> None:
+    def as_option(self, fqn: str, given: ShardingOption | ParameterSharding | TableSharding) -> ShardingOption:
+        """Return a table's sharding as an option; errors as of :meth:`options`."""
+        choices = self.by_table[fqn]
+        sharding = sharding_of(fqn, given, tuple(choices[0].tensor.shape))
         if sharding.sharding_type not in SHARDING_TYPES:
             raise refused(
                 f"table {fqn!r}: unknown sharding type {sharding.sharding_type!r}; known are "
                 f"{', '.join(SHARDING_TYPES)}"
             )
-        rows, dim = self.by_table[fqn][0].tensor.shape
+        rows, dim = choices[0].tensor.shape
         try:
             check_shards(fqn, sharding, rows, dim, self.left.world_size)
         except ValueError as error:
             raise PlannerError(str(error), PlannerErrorType.INVALID_RANK_ASSIGNMENT) from error
-
-    def as_option(self, fqn: str, given: ShardingOption | ParameterSharding | TableSharding) -> ShardingOption:
-        """Of a table, after what a plan says of it; errors as of :meth:`options`."""
-        choices = self.by_table[fqn]
-        sharding = sharding_of(fqn, given, tuple(choices[0].tensor.shape))
-        self._check(fqn, sharding)
-        known = self._known(choices, sharding)
+        known = _known(choices, sharding)
         if isinstance(given, ShardingOption):
             return _unestimated(given) if _is_stale(given, known) else given
         option = copy.deepcopy(known or choices[0])
@@ -208,22 +158,37 @@ class GivenPlans:
         set_ranks(option, [place.rank for place in sharding.shards])
         return _unestimated(option) if _is_stale(option, known) else option
 
-    @staticmethod
-    def _known(choices: Iterable[ShardingOption], sharding: TableSharding) -> ShardingOption | None:
-        """The option that shards a table so, if it was enumerated."""
-        places = [(shard.offset, shard.size) for shard in sharding.shards]
-        way = sharding.sharding_type, sharding.kernel, len(places)
-        known = [
-            choice
-            for choice in choices
-            if (choice.sharding_type, choice.compute_kernel, choice.num_shards) == way and places_of(choice) == places
-        ]
-        sized = (choice for choice in known if choice.cache_load_factor == sharding.cache_load_factor)
-        return next(sized, known[0] if known else None)
+
+def check_room(plan: RatedPlan, name: str) -> None:
+    """Raise PlannerError, naming rank and bytes, if a plan takes more of a rank than the storage reservation left."""
+    problem = plan.read.problem
+    used_DM, room_DM = problem.taken(*problem.laid(plan.sharding)), problem.limits_DM
+    over_DM = (used_DM - room_DM).masked_fill(used_DM == 0, 0)[:, : len(MEMORY_KINDS)]
+    if not bool((over_DM > 0).any()):
+        return
+    at = divmod(int(over_DM.flatten().argmax()), len(MEMORY_KINDS))
+    used, room, over = (memory_in_words(max(0, int(values_DM[at]))) for values_DM in (used_DM, room_DM, over_DM))
+    raise lacks_room(
+        f"Tables do not fit: {name} puts {used} of {MEMORY_KINDS[at[1]]} on rank {at[0]}, the storage reservation "
+        f"leaves {room}: {over} are missing"
+    )
+
+
+def _known(choices: Iterable[ShardingOption], sharding: TableSharding) -> ShardingOption | None:
+    """Return the option that shards a table so, if it was enumerated; with its cache size if possible."""
+    places = [(shard.offset, shard.size) for shard in sharding.shards]
+    way = sharding.sharding_type, sharding.kernel, len(places)
+    known = [
+        choice
+        for choice in choices
+        if (choice.sharding_type, choice.compute_kernel, choice.num_shards) == way and places_of(choice) == places
+    ]
+    sized = (choice for choice in known if choice.cache_load_factor == sharding.cache_load_factor)
+    return next(sized, known[0] if known else None)
 
 
 def _check_rows(option: ShardingOption) -> None:
-    """PlannerError, naming table and rows, where TorchRec would look rows up elsewhere than they lie."""
+    """Raise PlannerError, naming table and rows, if TorchRec would look rows up elsewhere than they lie."""
     if MISSED_ROWS not in type_of(option).broken_cuts or not misses_rows(option):
         return
     rows = [size[0] for (_, column), size in places_of(option) if column == 0]
@@ -236,8 +201,10 @@ def _check_rows(option: ShardingOption) -> None:
 
 
 def _is_stale(option: ShardingOption, known: ShardingOption | None) -> bool:
-    """Whether an option's storage is still that of another kernel, or cache size, than the enumerated one has. Options
-    of an unknown kernel may differ in storage alone."""
+    """Return whether an option still has the storage of another kernel or cache size than the enumerated option.
+
+    Options of an unknown kernel may differ in storage alone.
+    """
     if known is None:
         return False
     same_storage, same_size = _storage(option) == _storage(known), option.cache_load_factor == known.cache_load_factor
@@ -245,12 +212,11 @@ def _is_stale(option: ShardingOption, known: ShardingOption | None) -> bool:
 
 
 def _storage(option: ShardingOption) -> list[Storage | None]:
-    """Of each shard."""
     return [shard.storage for shard, count in counted(option) for _ in range(count)]
 
 
 def _unestimated(option: ShardingOption) -> ShardingOption:
-    """A copy of which nothing is estimated yet."""
+    """Return a copy without estimates."""
     option = copy.deepcopy(option)
     for shard in option.shards:
         shard.perf = shard.storage = None
@@ -258,7 +224,7 @@ def _unestimated(option: ShardingOption) -> ShardingOption:
 
 
 def shardings(options: Iterable[ShardingOption]) -> dict[str, dict[str, TableSharding]]:
-    """How options with ranks shard their tables, by module and table."""
+    """Return the sharding of each option with ranks, by module and table."""
     result: dict[str, dict[str, TableSharding]] = {}
     for option in sorted(options, key=fqn_of):
         result.setdefault(option.path, {})[option.name] = sharding_of(
@@ -267,8 +233,8 @@ def shardings(options: Iterable[ShardingOption]) -> dict[str, dict[str, TableSha
     return result
 
 
-def tables_of(plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> dict[str, Any]:
-    """What a plan says of each table, by fully qualified name."""
+def tables_of(plan: GivenPlan) -> dict[str, Any]:
+    """Return a plan's sharding of each table, in the plan's own type, by fully qualified name."""
     if isinstance(plan, SavedPlan):
         return dict(plan.tables())
     if isinstance(plan, ShardingPlan):
@@ -291,7 +257,7 @@ def tables_of(plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> dict
 def sharding_of(
     fqn: str, given: ShardingOption | ParameterSharding | TableSharding, shape: tuple[int, int]
 ) -> TableSharding:
-    """What is given of a table, PlannerError where shards have no ranks."""
+    """Return a table's sharding; raises PlannerError if shards have no ranks."""
     if isinstance(given, TableSharding):
         return given
     ranks: Sequence[Any]

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Notes on a plan: assumptions that its figures rest on, and changes in the training of its tables."""
+"""Notes on a plan: guesses that its figures rest on, and changes in the training of its tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torchrec.distributed.planner.constants import DDR_CAP, POOLING_FACTOR
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
+from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.plan_inputs import PlannerSettings
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.kernels import DENSE, in_host_memory
@@ -24,85 +25,59 @@ from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 MANY_LOOKUPS = 10.0
-"""Per sample, of a feature of which nobody knows: what the figures are told for beside one."""
+"""Lookups per sample of features without statistics, for a second figure beside the one for a single lookup."""
 NAMED = 3
 """Features, or tables, named in one note."""
 
 
-def assumptions(
-    context: PlanRater,
-    plan: Sequence[ShardingOption],
-    constraints: Mapping[str, ParameterConstraints] | None,
-    statistics: TableStatistics | None,
-    given_batch_size: int | None,
-) -> tuple[Note, ...]:
-    """Of a plan: lookups, their reuse, batch size and memory that were taken for granted.
-
-    Args:
-        context: reads and rates options.
-        plan: with ranks.
-        constraints: as they were given.
-        statistics: per feature.
-        given_batch_size: local; None where it is TorchRec's default.
-    """
-    unknown, known = _features(context, plan, constraints or {}, statistics or TableStatistics({}))
+def assumptions(context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings) -> tuple[Note, ...]:
+    """Return notes on guesses: lookups, their reuse, batch sizes and memory. The plan has ranks."""
     return (
-        *(_lookups(context, plan, unknown, len(known) + len(unknown), statistics) if unknown else ()),
+        *_lookups(context, plan, settings),
         *_popularity(context, plan),
-        *_batch_size(plan, given_batch_size),
-        *_samples(context, plan, constraints or {}, statistics or {}),
+        *_batch_size(plan, settings.given_batch_size),
+        *_samples(context, plan, settings),
         *_host_memory(context.topology, plan),
     )
 
 
-def knows_lookups(
-    context: PlanRater,
-    plan: Sequence[ShardingOption],
-    constraints: Mapping[str, ParameterConstraints] | None,
-    statistics: TableStatistics | None,
-) -> bool:
-    """Whether the lookups per sample of any feature are told; arguments as of :func:`assumptions`."""
-    return bool(_features(context, plan, constraints or {}, statistics or TableStatistics({}))[1])
+def knows_lookups(context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings) -> bool:
+    """Return whether the user gave the lookups per sample of any feature."""
+    return bool(_features(context, plan, settings)[1])
 
 
 def _features(
-    context: PlanRater,
-    plan: Sequence[ShardingOption],
-    constraints: Mapping[str, ParameterConstraints],
-    statistics: TableStatistics,
+    context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings
 ) -> tuple[list[str], list[str]]:
-    """Features whose lookups per sample are TorchRec's default, and the others."""
+    """Return the features whose lookups per sample are TorchRec's default, and the others."""
     unknown: list[str] = []
     known: list[str] = []
     for option in plan:
-        given = constraints.get(option.name)
+        given = (settings.constraints or {}).get(option.name)
         told = given is not None and list(given.pooling_factors or ()) not in ([], [POOLING_FACTOR])
         for feature in context.reader.declared(option).features:
-            (known if told or feature in statistics else unknown).append(feature)
+            (known if told or feature in (settings.statistics or {}) else unknown).append(feature)
     return sorted(unknown), known
 
 
 @torch.no_grad()
-def _lookups(
-    context: PlanRater,
-    plan: Sequence[ShardingOption],
-    unknown: Sequence[str],
-    features: int,
-    statistics: TableStatistics | None,
-) -> tuple[Note, ...]:
+def _lookups(context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings) -> tuple[Note, ...]:
+    unknown, known = _features(context, plan, settings)
+    if not unknown:
+        return ()
     # Features of an nn.EmbeddingBag have no names.
     unnamed = {f"of table {fqn_of(one)!r}" for one in plan if "" in context.reader.declared(one).features}
     shown = [*filter(None, unknown), *(sorted(unnamed) if "" in unknown else ())]
+    features = len(unknown) + len(known)
     text = (
         f"one lookup per sample is assumed for {len(unknown)} of {features} features ({first_of(shown, NAMED)}), "
         "since neither statistics nor pooling_factors tell"
     )
     figures = {"features": float(len(unknown)), "of_features": float(features)}
-    if context.cost_source != "torchrec":  # whose estimates are those that the options came with
-        many = context.with_statistics(
-            TableStatistics({**dict(statistics or {}), **dict.fromkeys(unknown, FeatureStatistics(MANY_LOOKUPS))})
-        )
-        one_ms, ten_ms = (float(each.rated(plan).overall_ms_B[0]) for each in (context, many))
+    if context.cost_source != "torchrec":  # its estimates stay those that the options came with
+        many = dict.fromkeys(unknown, FeatureStatistics(MANY_LOOKUPS))
+        other = context.with_statistics(TableStatistics({**dict(settings.statistics or {}), **many}))
+        one_ms, ten_ms = (each.rated(plan).total_ms for each in (context, other))
         # More lookups never take less. A network errs by more than a few lookups take in a nearly empty kernel.
         ten_ms = max(one_ms, ten_ms)
         figures |= {"one_ms": one_ms, "ten_ms": ten_ms}
@@ -112,7 +87,7 @@ def _lookups(
 
 
 def _popularity(context: PlanRater, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Of tables in host memory, where it decides what caches hold and how much is read over the link."""
+    """Return a note on tables in host memory, whose popularity of rows decides the hits of caches."""
     names = [fqn_of(option) for option in plan if context.reader.assumes_popularity(option)]
     if not names or context.cost_source == "torchrec":
         return ()
@@ -132,17 +107,13 @@ def _batch_size(plan: Sequence[ShardingOption], given: int | None) -> tuple[Note
     return (Note("assumption", text, {"batch_size": float(batch_size)}),)
 
 
-def _samples(
-    context: PlanRater,
-    plan: Sequence[ShardingOption],
-    constraints: Mapping[str, ParameterConstraints],
-    statistics: Mapping[str, FeatureStatistics],
-) -> tuple[Note, ...]:
-    """Of features that were counted in smaller batches than others of their module."""
+def _samples(context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings) -> tuple[Note, ...]:
+    """Return a note on features that were counted in smaller batches than others of their module."""
+    statistics: Mapping[str, FeatureStatistics] = settings.statistics or {}
     known: dict[str, dict[str, FeatureStatistics]] = {}
     told: set[str] = set()
     for option in plan:
-        features, given = context.reader.declared(option).features, constraints.get(option.name)
+        features, given = context.reader.declared(option).features, (settings.constraints or {}).get(option.name)
         known.setdefault(option.path, {}).update((name, statistics[name]) for name in features if name in statistics)
         told.update(features if given is not None and given.batch_sizes else ())
     names = sorted({name for of_module in known.values() for name in in_smaller_batches(of_module)} - told)
@@ -157,7 +128,7 @@ def _samples(
 
 
 def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Where tables take TorchRec's default of it: on CPU ranks, if that is more than a host like this one has."""
+    """Return a note on TorchRec's default of host memory: if tables lie there, or CPU ranks have less."""
     here_bytes, rank_bytes = total_bytes(), topology.devices[0].storage.ddr
     host_bytes = rank_bytes * min(topology.local_world_size, topology.world_size)
     figures = {"host_bytes": float(host_bytes), "here_bytes": float(here_bytes)}
@@ -174,7 +145,7 @@ def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[No
 
 
 def training_notes(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> list[str]:
-    """A sentence per sharding type and reason: which tables train differently than whole ones, and why."""
+    """Return a sentence per sharding type and reason on tables that train differently than whole ones."""
     changed: dict[tuple[str, str], list[str]] = {}
     for option in plan:
         reason = inexact(option.sharding_type, reader.facts(option, compute_device))

@@ -1,13 +1,15 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What TorchRec's loop (enumerate, propose, partition, rate, keep the best) runs with for one module: our components
-where none were given, what its best plan becomes before callbacks, and what it came to."""
+"""One run of TorchRec's loop (enumerate, propose, partition, rate, keep the best): its proposer and plan loader."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.types import (
     Enumerator,
     Partitioner,
@@ -16,25 +18,159 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     Proposer,
     ShardingOption,
+    Topology,
 )
 
-from dreamshard_planner.planning.baseline import BaselineFallback
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.planning.baseline import BaselineFallback, Signatures, signatures
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.result import PlanResult, SearchRecord
-from dreamshard_planner.planning.search_plan import PlacedProposal, SearchedPlan, SearchSettings
-from dreamshard_planner.plans.notes import noted
+from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, search_plan
+from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.search.effort import Deadline
+from dreamshard_planner.search.effort import Deadline, portion
 from dreamshard_planner.search_space.options import counted, set_ranks
 from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
-from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
-from dreamshard_planner.torchrec_components.proposer import SearchProposer, few_proposals
+
+TABLES_PLACED = 1000
+"""Tables x proposals of each of TorchRec's proposers: some seconds for all."""
+LEAST_PROPOSALS = 20
+"""Proposals of each of TorchRec's proposers for models with many tables."""
+
+
+class SearchProposer(Proposer):
+    """Proposes the plan of a search over all options, with ranks that
+    :class:`~dreamshard_planner.torchrec_components.partitioner.DreamShardPartitioner` keeps.
+
+    Args:
+        context: reads and rates options.
+        topology: with the memory that the storage reservation left.
+        how: settings of the search.
+
+    Attributes:
+        found: outcome of the last search; None before.
+    """
+
+    def __init__(self, context: PlanRater, topology: Topology, how: SearchSettings) -> None:
+        self._context, self._topology, self._how = context, topology, how
+        self._pending: list[ShardingOption] | None = None
+        self.found: SearchedPlan | None = None
+
+    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """Search; raises ``PlannerError`` if the context's constraints leave a table no option."""
+        self.found = None
+        options = self._context.searched_options(search_space)
+        self.found = search_plan(self._context, options, self._topology, self._how)
+        self._pending = self.found.proposal
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Return the plan; None when done."""
+        return self._pending
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """See ``Proposer.feedback``: there is one proposal."""
+        self._pending = None
+
+
+class FewProposals(Proposer):
+    """Another proposer's first proposals, the fewer the more tables there are.
+
+    Args:
+        proposer: the other one.
+        deadline: ends the proposals after the first one.
+        effort: number of proposals, as a multiple of the default's.
+    """
+
+    def __init__(self, proposer: Proposer, deadline: Deadline, effort: float) -> None:
+        self._proposer, self._deadline, self._effort = proposer, deadline, effort
+        self._proposed = self._most = 0
+
+    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """See ``Proposer.load``."""
+        tables = len({option.fqn for option in search_space})
+        self._proposed, self._most = 0, portion(max(LEAST_PROPOSALS, TABLES_PLACED // max(1, tables)), self._effort)
+        self._proposer.load(search_space=search_space, enumerator=enumerator)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """See ``Proposer.propose``."""
+        if self._proposed == self._most or (self._proposed and self._deadline.left() == 0.0):
+            return None
+        self._proposed += 1
+        return self._proposer.propose()
+
+    def feedback(self, *given: Any, **named: Any) -> None:
+        """See ``Proposer.feedback``."""
+        self._proposer.feedback(*given, **named)
+
+
+class JsonPlanLoader(PlanLoader):
+    """Loads a file of ``DreamShardPlanner.save_plan`` instead of planning: ``DreamShardPlanner(plan_loader=...)``.
+
+    It works on every release of TorchRec that the package accepts. The file is read on the rank that plans. A plan for
+    other tables, ranks, memory, batch size or constraints is refused with ``PlannerError``, which names the difference.
+    Statistics, bandwidths, cost source, seed and versions may differ; the report then says so.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        loaded: the plan of the file, once it was found to fit.
+
+    Example::
+
+        loader = JsonPlanLoader("plan.json") if Path("plan.json").exists() else None
+        planner = DreamShardPlanner(batch_size=512, plan_loader=loader)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.loaded: SavedPlan | None = None
+        self.options: list[ShardingOption] = []
+        """Options of the file."""
+        self._matched: Callable[[SavedPlan], dict[int, ShardingOption]] | None = None
+
+    def bind(self, matched: Callable[[SavedPlan], dict[int, ShardingOption]]) -> None:
+        """Set the planner's function that returns a file's options by storage hash, or refuses the file."""
+        self._matched, self.loaded, self.options = matched, None, []
+
+    def load(self) -> dict[int, ShardingOption]:
+        """See ``PlanLoader.load``.
+
+        Raises:
+            PlanError: the file can't be read.
+            PlannerError: the plan is stale.
+            DreamShardError: the planner is another one, which cannot recognise a stale plan.
+        """
+        if self._matched is None:
+            raise DreamShardError(
+                f"{self.path}: JsonPlanLoader needs DreamShardPlanner, which can tell whether the plan still fits; "
+                "plan with it, and give its ShardingPlan to any DistributedModelParallel"
+            )
+        saved = SavedPlan.load(self.path)
+        options = self._matched(saved)
+        self.loaded, self.options = saved, list(options.values())
+        return options
+
+    def plan_context_hash(self) -> None:
+        """Return None, since :meth:`load` checks more than a hash."""
+        return None
+
+    def get_plan_id(self) -> str:
+        """Return the path, for TorchRec's log."""
+        return str(self.path)
 
 
 @dataclass(frozen=True)
 class GivenComponents:
-    """TorchRec's components that a user gave; None for ours."""
+    """TorchRec's components that the user gave; None for ours."""
 
     enumerator: Enumerator | None = None
     proposers: list[Proposer] | None = None
@@ -48,23 +184,21 @@ class SearchLoop:
     Args:
         model: the problem of the module.
         given: components to use instead of ours.
-        plan_loader: the planner's; ours is bound to this problem.
-        keeps: whether TorchRec's plan may be kept, where ours gains too little.
+        plan_loader: of the planner; ours is bound to this problem.
+        falls_back: whether TorchRec's plan is taken if ours gains too little.
 
     Attributes:
-        enumerator, proposers, partitioner, perf_model: what TorchRec's loop runs with.
+        enumerator, proposers, partitioner, perf_model: the components of the loop.
     """
 
     def __init__(
-        self,
-        model: ModelProblem,
-        given: GivenComponents,
-        plan_loader: PlanLoader | None,
-        keeps: bool,
+        self, model: ModelProblem, given: GivenComponents, plan_loader: PlanLoader | None, falls_back: bool
     ) -> None:
-        context, settings, seconds = model.context, model.settings, model.settings.seconds
-        self._model, self._given, self._keeps = model, given, keeps
-        self._kept: BaselineFallback | None = None
+        context, settings = model.context, model.settings
+        self._model, self._given, self._falls_back = model, given, falls_back
+        self._fallback: BaselineFallback | None = None
+        self._placed: Signatures = {}
+        """Signatures of the plan before the user's callbacks."""
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
             self._loader.bind(self._matched)
@@ -73,107 +207,120 @@ class SearchLoop:
         )
         self.perf_model = given.perf_model or DreamShardPerfModel(context.topology, context=context)
         self._proposer: SearchProposer | None = None
+        self.proposers = given.proposers or []
         if given.proposers is None:
-            deadline = Deadline(seconds)
-            how = SearchSettings(settings.search, settings.seed, deadline)
-            self._proposer = SearchProposer(context, model.left, how)
-            # Ours proposes what costs least by our costs; a model that is given may want something else.
-            others = [] if given.perf_model is None else few_proposals(deadline, settings.candidates)
-            self.proposers = [self._proposer, *others]
-        else:
-            self.proposers = given.proposers
+            deadline = Deadline(settings.seconds)
+            self._proposer = SearchProposer(
+                context, model.left, SearchSettings(settings.search, settings.seed, deadline)
+            )
+            # A given performance model may like a plan of TorchRec's better than ours.
+            theirs = (UniformProposer(), GreedyProposer(), GreedyProposer(use_depth=False)) * bool(given.perf_model)
+            self.proposers = [self._proposer, *(FewProposals(one, deadline, settings.candidates) for one in theirs)]
         many = given.proposers is not None or given.perf_model is not None
-        self._compares_many = many and given.partitioner is None
         self.partitioner = given.partitioner or DreamShardPartitioner(
             search=settings.search,
             seed=settings.seed,
-            search_seconds=seconds,
+            search_seconds=settings.seconds,
             context=context,
-            quickly=self._compares_many,
+            quickly=many,
         )
         self._ours = self.partitioner if isinstance(self.partitioner, DreamShardPartitioner) else None
         if self._ours is not None:
-            self._ours.placed.clear()
+            self._ours.placed = None
 
     @property
     def search_space(self) -> Sequence[ShardingOption]:
-        """All options of the module, as the enumerator keeps them; empty before, and where it keeps none."""
+        """All options of the module; empty before they are enumerated, or if the enumerator keeps none."""
         return getattr(self.enumerator, "last_stored_search_space", None) or ()
 
     @property
     def model(self) -> ModelProblem:
-        """The problem, with all options that were enumerated by now."""
+        """The problem, with the options enumerated so far."""
         if self._model.search_space is not self.search_space:
             self._model = replace(self._model, search_space=self.search_space)
         return self._model
 
-    def settled(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """Return the plan that callbacks get for the best one.
+    def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
+        return self.model.matched(saved)
 
-        Of a loaded plan TorchRec takes the shards alone: load factors and promotions come from the file. TorchRec's own
-        plan is kept if ours gains too little. The best of many proposals is searched on. Caches of sizes of our own get
-        the estimates that TorchRec's statistics read.
+    def before_callbacks(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """Return the plan that the user's callbacks get for TorchRec's best plan.
+
+        TorchRec takes only the shards of a loaded plan; load factors and promotions come from the file. TorchRec's own
+        plan is taken if ours gains too little. The best of many proposals is searched again in full.
         """
         if self._loader is not None and self._loader.options:
             plan = self._loader.options
         elif self._given == GivenComponents():
-            if self._keeps:
-                self._kept = self.model.kept(plan, self._found)
-            if self._kept is not None:
-                plan = copy.deepcopy(list(self._kept.options))
-                self.enumerator.populate_estimates(plan)  # by our costs, as those of other plans are
-        elif self._compares_many and self._ours is not None and self._ours.placed:
-            plan = self._searched_on(plan, self._ours)
+            if self._falls_back and self._proposer is not None and self._proposer.found is not None:
+                self._fallback = self.model.fallback(plan, self._proposer.found.baseline)
+            if self._fallback is not None:
+                plan = self._fallback.options
+                self.enumerator.populate_estimates(plan)  # by our costs, as of other plans
+        elif self._given.partitioner is None and self._ours is not None and self._ours.placed is not None:
+            plan = self._searched_again(plan, self._ours)
+        # TorchRec's statistics read estimates, which caches of other sizes than TorchRec's lack.
         if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
             self.enumerator.populate_estimates(bare)
+        self._placed = signatures(plan)
         return plan
 
     def result(self, plan: Sequence[ShardingOption], proposals: int) -> PlanResult:
-        """What the loop came to.
+        """Return the result of the loop.
 
         Args:
-            plan: the best, after callbacks.
-            proposals: that were partitioned; 0 where the plan was loaded.
+            plan: the best plan, after callbacks.
+            proposals: number of partitioned proposals; 0 if the plan was loaded.
         """
-        made_by = "loaded by plan_loader"
-        if proposals and self._ours is None:
-            made_by = f"placed by the {type(self.partitioner).__name__} that was given"
-        rated = []
+        if self._loader is not None:
+            return PlanResult.of(self.model, plan, SearchRecord(loaded=self._loader.loaded))
+        found = None if self._proposer is None else self._proposer.found
+        ours = self._ours if proposals else None
+        searched = None if ours is None else found or ours.placed
+        notes: list[Note] = []
+        if ours is None:
+            placed = f"placed by the {type(self.partitioner).__name__} that was given"
+            how = f"the plan was {placed if proposals else 'loaded by plan_loader'}"
+            notes += noted("search", [how if found else f"{how}; no other was searched for"])
+        elif found is not None and found.torchrec is not None:
+            notes += found.torchrec.notes()
+        if self._fallback is not None:
+            notes.append(self._fallback.note)
+        now = signatures(plan)
+        is_changed = ours is not None and now != self._placed
+        if is_changed:
+            same_ways = all(now[fqn][0] == way for fqn, (way, _) in self._placed.items())
+            verb = "moved tables" if same_ways else "changed options"
+            text = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
+            notes.append(Note("callbacks", text))
         if self._given.perf_model is not None and proposals:
-            rated.append(
+            text = (
                 f"plans were rated by the {type(self.perf_model).__name__} that was given, not by the costs shown "
                 f"here: {proposals} proposals"
             )
+            notes.append(Note("search", text))
         record = SearchRecord(
-            plan=tuple(plan),
-            made_by=made_by,
-            found=self._found,
-            placed=self._placed(),
-            kept=self._kept,
-            loaded=None if self._loader is None else self._loader.loaded,
-            notes=noted("search", rated),
+            notes=tuple(notes),
+            rivals=(
+                *(() if searched is None else searched.rivals),
+                *(() if self._fallback is None else [self._fallback.searched]),
+            ),
+            result=None if searched is None else searched.result,
+            is_placed=ours is not None,
+            is_changed=is_changed,
+            excludes=ours is not None and self._given.enumerator is None and self._model.settings.exact_training,
         )
-        return PlanResult.of(self.model, record)
+        return PlanResult.of(self.model, plan, record)
 
-    def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
-        return self.model.matched(saved)
-
-    @property
-    def _found(self) -> SearchedPlan | None:
-        return None if self._proposer is None else self._proposer.found
-
-    def _placed(self) -> Sequence[PlacedProposal]:
-        return () if self._ours is None else self._ours.placed
-
-    def _searched_on(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
-        """The best of many proposals, which were placed quickly, with ranks by all of the search; as it was, where the
+    def _searched_again(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
+        """Return the best of many quickly placed proposals with ranks by all of the search; unchanged if the
         performance model rates that no better."""
         again = copy.deepcopy(list(plan))
         for option in again:
             set_ranks(option, None)
-        partitioner.quickly = False
+        partitioner.quickly, partitioner.placed = False, None
         try:
             partitioner.partition(again, self._model.left)
-        except PlannerError:  # no room is found without the ranks that it came with
+        except PlannerError:  # no room is found without the proposal's own ranks
             return plan
         return again if self.perf_model.rate(again) < self.perf_model.rate(plan) else plan

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's ``Partitioner``: where ranks are chosen, by a search or a heuristic."""
+"""TorchRec's ``Partitioner``: ranks by a search, or by a heuristic."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from pathlib import Path
 from torchrec.distributed.planner.types import ParameterConstraints, Partitioner, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.infeasible import infeasible
-from dreamshard_planner.planning.search_plan import (
-    PlacedProposal,
-    SearchSettings,
-    place_proposal,
-    wide_units_laid_down,
-)
+from dreamshard_planner.planning.search_plan import SearchSettings, place_proposal, wide_units_laid_down
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline, SearchConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search_space.input_checks import checked_seed
@@ -27,7 +22,7 @@ from dreamshard_planner.workload.statistics import TableStatistics
 
 
 class DreamShardPartitioner(Partitioner):
-    """Keeps the ranks of a proposal that comes with some that fit, and searches for ranks of any other proposal.
+    """Keeps a proposal's ranks if they fit, and searches for ranks of other proposals.
 
     Usable alone: ``EmbeddingShardingPlanner(partitioner=DreamShardPartitioner())``.
 
@@ -37,12 +32,12 @@ class DreamShardPartitioner(Partitioner):
         checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
         search: counts of candidates.
         seed: of the search.
-        search_seconds: cap on the search, on top of the count of candidates; None for no cap.
+        search_seconds: cap on the search, on top of its counts of candidates; None for no cap.
         context: shared by the components of one planner; made from the other arguments by default.
-        quickly: whether to place proposals only so far that many can be compared, whatever the search.
+        quickly: whether a short search is enough, to compare many proposals.
 
     Attributes:
-        placed: each placed proposal, until that is cleared.
+        placed: the last placed proposal.
     """
 
     def __init__(
@@ -62,21 +57,21 @@ class DreamShardPartitioner(Partitioner):
         self._seconds = search_seconds
         self._context = context
         self.quickly = quickly
-        self.placed: list[PlacedProposal] = []
+        self.placed: RatedPlan | None = None
 
     @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """Set ``shard.rank`` of every shard of ``proposal`` and return it, as TorchRec's contract has it.
+        """Return ``proposal`` with ``shard.rank`` set on every shard.
 
         Raises:
-            PlannerError: where the tables do not fit, naming table and missing bytes.
+            PlannerError: the tables do not fit; names table and missing bytes.
         """
         context = self._context or PlanRater.of(storage_constraint, *self._arguments)
         with single_thread():
             how = replace(self._how, deadline=Deadline(self._seconds))
             placed = place_proposal(context, proposal, storage_constraint, how, quickly=self.quickly)
         placed.read.assign(placed.sharding)
-        self.placed.append(placed)
+        self.placed = placed
         return proposal
 
 
@@ -103,7 +98,7 @@ class RulePartitioner(Partitioner):
 
     @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """Set ``shard.rank``; raises ``PlannerError`` where the heuristic dead-ends on memory."""
+        """Return ``proposal`` with ranks; raises ``PlannerError`` if the heuristic runs out of memory."""
         context = PlanRater.of(storage_constraint, *self._arguments)
         if any(option.dependency for option in proposal):
             pin(proposal, storage_constraint)

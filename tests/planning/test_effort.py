@@ -15,6 +15,7 @@ from placement_tasks import storage_problem
 from sharding_tasks import sharding_cost
 from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
+from torchrec.distributed.planner.proposers import GreedyProposer
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import prior_policy
@@ -27,7 +28,7 @@ from dreamshard_planner.search import packing
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, Deadline, portion
 from dreamshard_planner.search.few_moves import _Walk
 from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts
-from dreamshard_planner.torchrec_components.proposer import few_proposals
+from dreamshard_planner.torchrec_components.loop import FewProposals
 
 QUICK, THOROUGH = EFFORTS["quick"], EFFORTS["thorough"]
 READ = (40.0, 25.0, 9.0, 4.0, 2.0)
@@ -81,7 +82,7 @@ def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:
     for one, other in itertools.pairwise((quick, default, thorough)):
         assert one.report().candidates < other.report().candidates
         assert one.report().reshards < other.report().reshards
-    proposals = [made._loop._found.torchrec.proposals for made in (quick, default, thorough)]
+    proposals = [made._loop._proposer.found.torchrec.proposals for made in (quick, default, thorough)]
     assert proposals[0] < proposals[1] <= proposals[2]
     for made in (quick, default, thorough):
         assert all(made.report().chosen.total_ms <= rival.total_ms * (1 + 1e-6) for rival in made.report().rivals)
@@ -122,7 +123,7 @@ def test_torchrecs_plan_and_other_proposers_propose_as_often_as_effort_says() ->
     assert few is not None and usual is not None and few.proposals < usual.proposals and not few.finished
 
     def proposed(effort: float) -> int:
-        (_, greedy, _) = few_proposals(Deadline(None), effort)
+        greedy = FewProposals(GreedyProposer(), Deadline(None), effort)
         greedy.load(space)
         count = 0
         while (proposal := greedy.propose()) is not None:

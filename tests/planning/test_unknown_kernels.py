@@ -30,7 +30,7 @@ from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import CW, RW, TW
 from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator
-from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
+from dreamshard_planner.torchrec_components.loop import JsonPlanLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 CUSTOM = "customized_kernel"

@@ -25,8 +25,8 @@ from dreamshard_planner.planning.search_plan import SearchSettings
 from dreamshard_planner.search.effort import DEFAULT_SEARCH
 from dreamshard_planner.torchrec_components import partitioner as partitioner_module
 from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
+from dreamshard_planner.torchrec_components.loop import SearchProposer
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner, RulePartitioner
-from dreamshard_planner.torchrec_components.proposer import SearchProposer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
