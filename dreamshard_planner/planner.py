@@ -66,42 +66,40 @@ from dreamshard_planner.workload.statistics import TableStatistics
 class DreamShardPlanner(EmbeddingShardingPlanner):
     """TorchRec's planner with learned cost, a learned policy, and search over every sharding type.
 
-    Every argument of ``torchrec.distributed.planner.EmbeddingShardingPlanner`` is honoured; a component that
-    is given (enumerator, proposer, partitioner, performance model) is used instead of ours.
+    It honours every argument of ``torchrec.distributed.planner.EmbeddingShardingPlanner``. A given component
+    (enumerator, proposer, partitioner, performance model) replaces ours.
 
     Args:
-        topology: the devices. By default the ranks of the process group, with the cards, memory and links that the
-            driver of each rank tells; CPUs if its backend is gloo. :meth:`plan` takes all ranks for alike.
+        topology: the devices. By default the ranks of the process group, with cards, memory and links as the driver
+            of each rank tells; CPUs if its backend is gloo. :meth:`plan` assumes that all ranks are alike.
         batch_size: local batch size; TorchRec's default is 512.
-        checkpoint: ``"auto"`` (the user's own for this machine, else what ships for the type of device), ``"roofline"``
-            (bandwidths, whatever was measured), a path, or a loaded checkpoint.
-        statistics: workload statistics per feature; precedence over the constraints' pooling factors.
-        seed: a whole number; the same inputs, versions and seed give the same plan.
-        effort: how many candidates every part of planning may try: ``"quick"`` for trials and tests, ``"default"``, or
-            ``"thorough"`` for four times the candidates of the default. A count, so the clock decides no plan.
-        search_seconds: cap on the search, on top of its effort; a plan it cuts short says so. Reading and rating the
-            tables comes on top. TorchRec's ``timeout_seconds`` is one as well.
+        checkpoint: ``"auto"`` (the user's own for this machine, else the shipped one for the type of device),
+            ``"roofline"`` (bandwidths, ignoring measurements), a path, or a loaded checkpoint.
+        statistics: workload statistics per feature; they take precedence over pooling factors of constraints.
+        seed: a whole number; equal inputs, versions and seed give equal plans.
+        effort: candidates that every part of planning may try: ``"quick"`` for trials and tests, ``"default"``, or
+            ``"thorough"`` for four times the default. A count, so the clock decides no plan.
+        search_seconds: cap on the search, on top of its effort; the report of a plan that it cuts short says so.
+            Reading and rating tables takes further time. TorchRec's ``timeout_seconds`` caps the search as well.
         sharding_types: TorchRec's names of the sharding types to use; all by default. ``("table_wise",)`` is the
             setting of the DreamShard paper.
-        exact_training: leave out sharding types that change how a table is trained (data-parallel takes its in-backward
-            optimizer away; column slices keep row-wise optimizer states of their own), unless its constraint names
-            them.
-        optimizers_attached: data-parallel tables keep their in-backward optimizers, since
-            ``attach_optimizers(model)`` is called once the model is sharded; exact training may then use them. Implied
-            where ``DistributedModelParallel(..., planner=planner)`` of this package plans, which does so.
-        cost_source: ``"auto"`` for the checkpoint's cost network, where it has one for this device, else bandwidths;
-            ``"roofline"`` for bandwidths; ``"torchrec"`` for the estimates of the TorchRec that is installed.
+        exact_training: exclude sharding types that change the training of a table, unless its constraint names them.
+            Data-parallel loses the in-backward optimizer; column slices keep row-wise states of their own.
+        optimizers_attached: ``attach_optimizers(model)`` runs after sharding, so data-parallel tables keep their
+            in-backward optimizers and exact training may use them. This package's
+            ``DistributedModelParallel(..., planner=planner)`` does both.
+        cost_source: ``"auto"`` for the checkpoint's cost network, or bandwidths if it has none for this device;
+            ``"roofline"`` for bandwidths; ``"torchrec"`` for the estimates of the installed TorchRec.
         placement_rules: tables that must lie together, apart, or on certain ranks; every plan keeps them.
-        sharding_groups: for TorchRec's ``DMPCollection`` (2D parallelism). ``topology`` is then that of all ranks, the
-            plan for those of one group, and its cost counts the averaging of replicas.
-        least_gain: share of what TorchRec's plan is predicted to cost that another plan has to gain to be taken over
-            it. Default: 0.03 where neither statistics nor constraints tell the lookups per sample of any feature, as
-            both plans then rest on a guess, else 0. Where an enumerator, proposer, partitioner or performance model
-            is given, and in :meth:`replan`, costs alone decide.
+        sharding_groups: for TorchRec's ``DMPCollection`` (2D parallelism). ``topology`` then has all ranks, the plan is
+            for the ranks of one group, and its cost counts the averaging of replicas.
+        least_gain: share of the predicted cost of TorchRec's plan that another plan must gain to replace it. By default
+            0.03 if no lookups per sample are known, from statistics or constraints, else 0. Costs alone decide with a
+            given enumerator, proposer, partitioner or performance model, and in :meth:`replan`.
 
     Raises:
-        CheckpointError: where the checkpoint can't be read.
-        DreamShardError: where there is neither a topology nor a process group.
+        CheckpointError: the checkpoint can't be read.
+        DreamShardError: there is neither a topology nor a process group.
 
     Example::
 
@@ -192,7 +190,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     @property
     def optimizers_attached(self) -> bool:
-        """The argument of this name, for plans to come."""
+        """The argument of this name, for the next plans."""
         return self._settings.optimizers_attached
 
     @optimizers_attached.setter
@@ -204,9 +202,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """Plan for ``module``; needs no process group.
 
         Raises:
-            PlannerError: TorchRec's; where tables do not fit (naming table and bytes), or where constraints leave a
-                table without a sharding type.
-            StatisticsError: where the statistics name features that the module lacks.
+            PlannerError: tables do not fit (names table and bytes), or constraints leave a table no sharding type.
+            StatisticsError: the statistics name features that the module lacks.
         """
         sharders = list(sharders)
         self._best_plan = None
@@ -214,7 +211,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             loop = self._begin(module, sharders)
             for text in loop.model.doubtful:
                 warnings.warn(text, InputWarning, stacklevel=3)
-            sharding_plan = self._search(module, sharders)
+            try:
+                # Enumerate, propose, partition, rate, keep the best.
+                sharding_plan = super().plan(module, sharders)
+            except PlannerError as error:
+                reason = reason_first(error, self._proposers, self._settings.timeout_seconds)
+                raise PlannerError(reason, error.error_type) from None
             if self._best_plan is None:
                 self._result = "the last planned module has no table that its sharders shard"
             else:
@@ -222,17 +224,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         except BaseException as error:
             self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
-        for lost in lost_optimizers(self._best_plan or [], loop.model.context.reader, self._topology.compute_device):
-            warnings.warn(lost, stacklevel=3)
+        self._warn_of_lost_optimizers(loop.model, self._best_plan or [])
         return sharding_plan
 
     @neutral()
     def read(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
-        """Read ``module`` without planning it: :meth:`predict`, :meth:`explain` and :meth:`saved_plan` then take plans
-        of it that are there already.
+        """Read ``module`` without planning it, for :meth:`predict`, :meth:`explain` and :meth:`saved_plan` of existing
+        plans.
 
         Raises:
-            PlannerError, StatisticsError: as :meth:`plan`, but for tables that do not fit.
+            PlannerError, StatisticsError: as :meth:`plan`, except for tables that do not fit.
         """
         sharders = list(sharders)
         self._result = "the last module was read, and not planned"
@@ -240,21 +241,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._enumerator.enumerate(module, sharders)
 
     def _begin(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchLoop:
-        """Read a module, and give TorchRec's loop what it runs with."""
+        """Read a module, and set the components of TorchRec's loop."""
         model = ModelProblem.of(self._settings, self._ranks, module, sharders, self._storage_reservation)
         self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back)
         self._constraints = model.constraints
         self._enumerator, self._proposers = loop.enumerator, loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
         return loop
-
-    def _search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """TorchRec's loop: enumerate, propose, partition, rate, keep the best."""
-        try:
-            return super().plan(module, sharders)
-        except PlannerError as error:
-            reason = reason_first(error, self._proposers, self._settings.timeout_seconds)
-            raise PlannerError(reason, error.error_type) from None
 
     def collective_plan(
         self,
@@ -264,21 +257,21 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         in_groups: bool = True,
         device: str | None = None,
     ) -> ShardingPlan:
-        """Plan on rank 0 and broadcast. As in TorchRec, what the other ranks were given does not matter. An error on
-        rank 0 is raised on every rank, so that none waits for ever: a ``PlannerError`` as one, others as
-        ``DreamShardError``.
+        """Plan on rank 0 by its arguments, and broadcast the plan.
+
+        An error on rank 0 is raised on every rank: a ``PlannerError`` as such, others as ``DreamShardError``.
 
         Args:
             module: as TorchRec's.
             sharders: as TorchRec's.
             pg: as TorchRec's.
-            in_groups: whether the ranks may be several sharding groups of as many ranks as the topology has.
-            device: kind of device to read the topology of, if the planner was given none: ``cuda`` or ``cpu``. By
-                default the kind that ranks of the default process group compute on.
+            in_groups: whether the ranks may form several sharding groups of the topology's size.
+            device: ``cuda`` or ``cpu``, to read a topology that was not given; by default the kind of device of the
+                default process group.
 
         Raises:
-            DreamShardError: where there is no process group; where its size is not that of the topology or a multiple
-                of it (in 2D parallelism every sharding group of ranks follows the same plan).
+            DreamShardError: there is no process group; or its size is no multiple of the topology's ranks (in 2D
+                parallelism every sharding group follows the same plan).
         """
         if pg is None:
             pg = dist.group.WORLD
@@ -313,12 +306,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     @neutral()
     def hash_planner_context_inputs_str(self) -> str:
-        """Digest, in hexadecimal, of all that the last plan was made from, the same in every process: what TorchRec's
-        covers, with memory to the byte, and tables with their statistics, checkpoint, seed, limits of search,
-        and types of the planner's parts. A ``plan_loader`` whose plan has another one is refused.
+        """Return the digest of all inputs of the last plan, in hexadecimal, the same in every process.
+
+        It covers TorchRec's inputs, statistics, checkpoint, seed, limits of search, and types of the components. The
+        plan of a ``plan_loader`` must have the same digest.
 
         Raises:
-            DreamShardError: before any plan, on this rank; or the given enumerator keeps no search space.
+            DreamShardError: there is no plan yet on this rank; or the given enumerator keeps no search space.
         """
         components = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
         return self._model().digest(components)
@@ -328,11 +322,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return int(self.hash_planner_context_inputs_str(), 16)
 
     def report(self) -> Report:
-        """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).
+        """Return the report on the last plan and its rivals, on the rank that planned (rank 0).
 
         Raises:
-            DreamShardError: where there is none; says why: before any plan, on other ranks, of a plan that failed, of a
-                module without tables, or whose cost is not known, as callbacks or parts that were given made it.
+            DreamShardError: there is none, with the reason: no plan yet, another rank, a failed plan, a module without
+                tables, or a plan by callbacks or given components that cannot be rated.
         """
         if isinstance(self._result, str):
             raise DreamShardError(f"there is no report: {self._result}")
@@ -340,7 +334,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     @property
     def options(self) -> list[ShardingOption]:
-        """The last plan as TorchRec's sharding options, one for every table, with ``shard.rank`` set.
+        """TorchRec's sharding options of the last plan, one for every table, with ``shard.rank`` set.
 
         Raises:
             DreamShardError: there is no plan yet on this rank.
@@ -349,32 +343,31 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     @neutral()
     def predict(self, plan: AnyPlan, name: str = "plan") -> ReportEntry:
-        """Predicted cost of any plan of the last planned module, whoever made it.
+        """Predict the cost of any plan of the last planned module.
 
         Args:
             plan: a ``ShardingPlan``, the file of a plan, or one option per table with ``shard.rank`` set.
             name: of the entry.
 
         Warns:
-            UserWarning: the plan takes the in-backward optimizer away from tables; names them.
+            UserWarning: tables lose their in-backward optimizers; names them.
 
         Raises:
-            PlannerError: the plan lacks tables or has unknown ones, or shards without ranks or on impossible ones, or
-                shards that do not cover their table; names them.
+            PlannerError: tables are missing or unknown, shards have no ranks or impossible ones, or do not cover their
+                table; names them.
             PlanError: the file can't be read.
         """
         model = self._model()
         rated = model.rated(plan)
-        for lost in lost_optimizers(rated.options, model.context.reader, self._topology.compute_device):
-            warnings.warn(lost, stacklevel=3)
+        self._warn_of_lost_optimizers(model, rated.options)
         return ReportEntry.of(name, rated.costs)
 
     @neutral()
     def saved_plan(self, plan: AnyPlan | None = None, name: str = "plan") -> SavedPlan:
-        """A plan of the last planned module with all that it was made from, to save, or to compare.
+        """Return a plan of the last planned module with all its inputs, to save or to compare.
 
         Args:
-            plan: as :meth:`predict`; by default the last one that this planner made.
+            plan: as :meth:`predict`; by default the last plan of this planner.
             name: for people.
 
         Raises:
@@ -384,9 +377,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return self._last().saved(name) if plan is None else self._model().saved(plan, name)
 
     def save_plan(self, path: str | Path) -> None:
-        """Write the last plan to a file that
-        :class:`~dreamshard_planner.torchrec_components.loop.JsonPlanLoader` loads; on the
-        rank that planned (rank 0). An existing file is replaced as a whole.
+        """Write the last plan to a file for ``JsonPlanLoader``, on the rank that planned; replaces an existing file.
 
         Raises:
             DreamShardError: there is no plan yet on this rank.
@@ -395,8 +386,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self.saved_plan(name=Path(path).name).save(path)
 
     def lookups_per_sample(self) -> dict[str, float]:
-        """By feature, that the last planned or read module's plans are for: from statistics, constraints, or TorchRec's
-        default.
+        """Return the lookups per sample of each feature, from statistics, constraints, or TorchRec's default.
 
         Raises:
             DreamShardError: no module was planned or read yet on this rank.
@@ -415,28 +405,27 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         bytes_per_s: float | None = None,
         lost: Sequence[int] = (),
     ) -> Replan:
-        """The plan of the last planned module that takes least time over the steps that remain, moving included, on a
-        way of few moves from the one that runs; with the curve of cost against bytes moved. Constraints, placement
-        rules and memory are kept. A table that stays is sharded as it was.
+        """Find the plan of the last planned module that takes least time over the remaining steps, moving included.
 
-        Ranks are renamed where that keeps more bytes in place. A planner of another topology, or of a model with other
-        tables, says what little has to move; tables that ``current`` lacks move nothing.
+        The search makes few moves from the running plan, and returns its curve of cost against bytes moved. It keeps
+        constraints, placement rules and memory. Tables that stay keep their sharding. Ranks are renamed if that keeps
+        more bytes in place. The planner may have another topology or model; tables that ``current`` lacks move nothing.
 
         Args:
-            current: the plan that runs, or its file.
+            current: the running plan, or its file.
             steps: training steps that remain.
-            statistics: of the data as it is now; by default those of the planner. Other ones are planned with first.
-            max_bytes_moved: of weights and optimizer states, all ranks together (in 2D parallelism: of one sharding
+            statistics: of the present data, to plan by first; by default those of the planner.
+            max_bytes_moved: weights and optimizer states of all ranks together (in 2D parallelism: of one sharding
                 group); no limit by default.
-            restart_seconds: from the last step under one plan to the first under the other, moving nothing.
-            bytes_per_s: at which these come to a rank; by default by the topology's slowest link.
-            lost: ranks of ``current`` that are gone; those left take the numbers from 0 on in their order. By default,
-                those past the topology's.
+            restart_seconds: seconds between the last step under one plan and the first under the other, without moving.
+            bytes_per_s: rate at which a rank receives bytes; by default that of the topology's slowest link.
+            lost: ranks of ``current`` that are gone; the other ranks are renumbered from 0 on in their order. By
+                default, ranks past the topology's.
 
         Raises:
             DreamShardError: there is no plan yet on this rank.
-            PlannerError: ``current`` does not shard the tables as TorchRec could, or is of embedding towers.
-            PlanError: the file can't be read; or nothing is reached with ``max_bytes_moved``.
+            PlannerError: TorchRec could not run ``current``, or it has embedding towers.
+            PlanError: the file can't be read; or ``max_bytes_moved`` is too low.
         """
         if isinstance(current, str | Path):
             current = SavedPlan.load(current)
@@ -457,7 +446,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         )
 
     def _afresh(self, statistics: TableStatistics | None) -> PlanResult:
-        """The last module planned once more, by other statistics and without a plan loader, beside this planner."""
+        """Plan the last module again with a copy of the planner, by other statistics and without a plan loader."""
         other, model = copy.copy(self), self._model()
         other._settings = replace(model.settings, statistics=statistics or model.settings.statistics)
         other.plan_loader = None
@@ -467,12 +456,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     @neutral()
     def explain(self, rank: int | None = None, plan: AnyPlan | None = None) -> Explanation:
-        """Why a rank of a plan takes as long as it does: its fused kernels, its costliest tables, and what moving
-        or splitting each would gain.
+        """Explain the time of one rank: fused kernels, costliest tables, and the gain of moving or splitting each.
 
         Args:
             rank: the slowest by default.
-            plan: as :meth:`predict`; by default the last one that this planner made.
+            plan: as :meth:`predict`; by default the last plan of this planner.
 
         Raises:
             DreamShardError: there is no plan yet on this rank.
@@ -480,13 +468,17 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         return self._model().explained(self._last().plan if plan is None else plan, rank)
 
+    def _warn_of_lost_optimizers(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> None:
+        for lost in lost_optimizers(plan, model.context.reader, self._topology.compute_device):
+            warnings.warn(lost, stacklevel=4)
+
     def _last(self) -> PlanResult:
         if isinstance(self._result, str):
             raise DreamShardError(f"there is no plan: {self._result}")
         return self._result
 
     def _model(self) -> ModelProblem:
-        """The last module that was read, whether or not a plan was found."""
+        """Return the problem of the last module that was read, with or without a plan."""
         if self._loop is None or not self._loop.search_space:
             raise DreamShardError(f"there is no plan: {self._result}")
         return self._loop.model
