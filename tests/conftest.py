@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--turns", type=int, default=1, help="of 9: shardings to move to on other numbers of ranks (1)")
     parser.addoption("--models", type=int, default=45, help="random mixed models to plan (45)")
     parser.addoption(
-        "--cases", type=int, default=100, help="cases of the fuzz tests (100), the same each time unless given"
+        "--cases", type=int, default=50, help="cases of the fuzz tests (50), the same each time unless given"
     )
 
 
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile(
         "fuzz",
         max_examples=cases,
-        derandomize=cases <= 100,
+        derandomize=cases <= 50,
         deadline=None,
         database=None,
         print_blob=True,

