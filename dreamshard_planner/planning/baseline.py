@@ -41,7 +41,7 @@ class TorchRecPlan:
     proposals: int
     """Number of proposals tried."""
     finished: bool
-    """Whether the proposers had no further proposals."""
+    """True if the proposers had no further proposals."""
 
     def notes(self) -> tuple[Note, ...]:
         """Return the report's note on an unfinished search."""

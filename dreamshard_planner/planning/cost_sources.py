@@ -49,7 +49,7 @@ class NetworkCosts:
     all_ranks: Topology | None = None
     """Topology of all sharding groups, in 2D parallelism."""
     takes_estimates = False
-    """Whether costs are the perf of the options."""
+    """True if costs are the perf of the options."""
     uses_network = True
 
     def compute(self) -> ComputeCost:
@@ -160,7 +160,7 @@ class TorchRecCosts(NetworkCosts):
 
 
 def _estimate_parts(plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Return a note with the parts of TorchRec's estimate of the slowest rank; none for plans without estimates."""
+    """Return a note with the parts of TorchRec's estimate of the slowest rank, if the plan has estimates."""
     of_rank: dict[int, list[Perf]] = {}
     for option in plan:
         perfs = chain.from_iterable(repeat(shard.perf, count) for shard, count in counted(option))

@@ -61,7 +61,7 @@ class TableCost:
     bytes: int
     """Memory on the rank, all kinds."""
     moved: Change | None
-    """The same shards on the ranks where they cost least; None if they have no room."""
+    """The shards on the ranks where they cost least; None if they have no room."""
     split: Change | None
     """The best way to shard it in more parts, or in parts of another type; None if none is allowed and has room."""
 
@@ -214,7 +214,7 @@ def _groups(rated: RatedPlan, rank: int, alone_ms: dict[int, float]) -> tuple[Gr
 def _changes(
     context: PlanRater, left: Topology, rated: RatedPlan, usable: Sequence[ShardingOption], names: Sequence[str]
 ) -> dict[str, tuple[Change | None, Change | None]]:
-    """Rate the best move and the best split of each of some tables by the search's re-shards."""
+    """Rate the best move and the best split of each table by the search's re-shards."""
     chosen = {fqn_of(option): option for option in rated.options}
     others = [
         option

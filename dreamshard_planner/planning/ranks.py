@@ -162,7 +162,7 @@ class ShardingGroups:
     sync_interval: int = 1
     """Batches from one averaging of the replicas to the next (``dmp_collection_sync_interval_batches``)."""
     use_inter_host_allreduce: bool = False
-    """Whether consecutive ranks form a group. By default a group takes every n-th rank, and consecutive ranks hold the
+    """True if consecutive ranks form a group. By default a group takes every n-th rank, and consecutive ranks hold the
     replicas of a shard."""
 
     def __post_init__(self) -> None:

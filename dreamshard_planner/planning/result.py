@@ -34,11 +34,11 @@ class SearchRecord:
     rivals: tuple[ReportEntry, ...] = ()
     result: SearchResult | None = None
     is_placed: bool = True
-    """Whether our partitioner placed the plan."""
+    """True if our partitioner placed the plan."""
     is_changed: bool = False
-    """Whether callbacks changed the plan afterwards."""
+    """True if callbacks changed the plan afterwards."""
     excludes: bool = False
-    """Whether exact training may have excluded options."""
+    """True if exact training may have excluded options."""
     loaded: SavedPlan | None = None
     """The file that the plan comes from, instead of a search."""
 

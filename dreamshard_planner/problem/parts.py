@@ -49,7 +49,7 @@ class Part:
 
     @property
     def is_estimated(self) -> bool:
-        """Whether the kernel is unknown, so that the shard's perf is its cost."""
+        """True if the kernel is unknown, so that the shard's perf is its cost."""
         return not is_known(self.option.compute_kernel)
 
     @property

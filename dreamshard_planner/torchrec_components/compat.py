@@ -77,14 +77,13 @@ def sharder_of_tables(sharder: ModuleSharder[nn.Module] | None) -> ModuleSharder
 
 
 def dedups_ids(sharder: ModuleSharder[nn.Module] | None) -> bool:
-    """Whether an ``EmbeddingCollectionSharder``, or TorchRec's global switch, sends a rank's repeated ids once."""
+    """Return whether a sharder, or TorchRec's global switch, sends a rank's repeated ids of a collection once."""
     asks = getattr(sharder, "_use_index_dedup", None)
     return asks is not None and (asks or get_ec_index_dedup())
 
 
 def grid_takes_varied_batches() -> bool:
-    """Whether grid_shard runs on batches whose size varies by feature, as ``GridPooledEmbeddingDist`` of TorchRec 1.9
-    does."""
+    """Return whether grid_shard runs on batches whose size varies by feature, as from TorchRec 1.9 on."""
     return hasattr(GridPooledEmbeddingDist, "_preprocess_batch_size_per_rank_per_feature")
 
 
@@ -253,7 +252,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+    """Return whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -266,7 +265,7 @@ def default_store() -> Any:
 
 
 def tells_of_buckets(error: ValueError) -> bool:
-    """Whether ``EmbeddingEnumerator`` refused a managed collision module's number of buckets."""
+    """Return whether ``EmbeddingEnumerator`` refused a managed collision module's number of buckets."""
     return "buckets" in str(error)
 
 

@@ -1,10 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""In-backward optimizers of data-parallel tables, which TorchRec takes away from them.
+"""In-backward optimizers of data-parallel tables, which TorchRec drops.
 
 TorchRec's dense kernel keeps all tables of a group in one flat parameter, whose gradient ``DistributedDataParallel``
-averages. The update happens in that communication's hook, so that whatever a script steps, clips or accumulates, it
-finds a table as a fused kernel leaves it: updated, once, without a gradient. Before the forward, ids are checked as a
-fused kernel checks its own; the dense kernel takes any.
+averages. The hook of that communication updates the tables. A script therefore finds them as a fused kernel leaves
+them: updated once, without a gradient. Before the forward, ids are checked as a fused kernel checks them.
 
 Shapes: R rows, C columns of a table.
 """
@@ -50,19 +49,19 @@ _FORWARD = inspect.signature(DenseTableBatchedEmbeddingBagsCodegen.forward)
 
 
 def attach_optimizers(model: nn.Module) -> tuple[str, ...]:
-    """Train every data-parallel table by the in-backward optimizer that it was given, as a fused kernel would.
+    """Train every data-parallel table by its in-backward optimizer, as a fused kernel would.
 
-    Call it once a model is sharded (TorchRec's ``DistributedModelParallel``), before its first backward, and before
-    anything is made of ``model.fused_optimizer`` or of ``in_backward_optimizer_filter(model.named_parameters())``. The
-    tables are then updated in the backward, with the learning rate of ``model.fused_optimizer``, which their states
-    join. A second call changes nothing. This package's ``DistributedModelParallel`` has called it already.
+    Call it after sharding (TorchRec's ``DistributedModelParallel``) and before the first backward. Call it also before
+    anything reads ``model.fused_optimizer`` or ``in_backward_optimizer_filter(model.named_parameters())``. The backward
+    then updates the tables with the learning rate of ``model.fused_optimizer``, which their states join. A second call
+    changes nothing. This package's ``DistributedModelParallel`` calls it itself.
 
     Returns:
         The tables' parameters, by the model's names.
 
     Warns:
-        UserWarning: replicas cannot follow the optimizer that a table was given, so it is left to an optimizer of the
-            script's own; or a table that is cut has a dense kernel, which drops the optimizer. Names table and reason.
+        UserWarning: replicas cannot follow a table's optimizer, so the script must train it; or a table that is cut has
+            a dense kernel, which drops the optimizer. Names table and reason.
     """
     attached: list[str] = []
     refused: dict[str, str] = {}
@@ -102,8 +101,8 @@ def _attach(
     replicas: DistributedDataParallel,
     refused: dict[str, str],
 ) -> list[str]:
-    """Give the groups of one lookup their optimizers. Returns names of parameters in the module; adds those of tables
-    that have to do without, and why."""
+    """Give the groups of one lookup their optimizers, and return their parameters' names in the module; add refused
+    tables, with reasons, to ``refused``."""
     prefix = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
     optimizers: list[ReplicaOptimizer] = []
     ranks = compat.ranks_of_module(module)
@@ -131,16 +130,17 @@ def _attach(
 
 
 class ReplicaOptimizer(FusedOptimizer):
-    """Updates this rank's replicas of one group of tables, as FBGEMM's kernel does, when :meth:`update` brings their
-    averaged gradient. States, names and learning rate are as of TorchRec's ``EmbeddingFusedOptimizer``: the rate of the
-    parameter group takes effect with :meth:`step` or :meth:`zero_grad`.
+    """Updates this rank's replicas of one group of tables by their averaged gradient, as FBGEMM's kernel does.
+
+    States, names and learning rate are those of TorchRec's ``EmbeddingFusedOptimizer``. The rate of the parameter group
+    takes effect with :meth:`step` or :meth:`zero_grad`.
 
     Args:
         kernel: FBGEMM's dense kernel.
         parameters: the tables in its weights, in order, by name.
-        arguments: of the fused kernel that it stands for.
+        arguments: of the fused kernel that it replaces.
         replicas: DDP around the kernel.
-        ranks: that a sharded table would lie on.
+        ranks: number of ranks of a sharded table.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ReplicaOptimizer(FusedOptimizer):
         self._ranks = ranks
         self._ddp = weakref.ref(replicas)
         self.ddp_averages = False
-        """Whether there was a forward since the last update: DDP averages one gradient after each."""
+        """True after a forward until the next update: DDP averages one gradient after each forward."""
         # Weakly, both: tensors that reach themselves are never freed, and must not keep the process group.
         self.weights.register_post_accumulate_grad_hook(partial(_update_again, weakref.ref(self)))
         rule = replica_rule(arguments)
@@ -186,11 +186,7 @@ class ReplicaOptimizer(FusedOptimizer):
 
     @torch.no_grad()
     def update(self, gradient: Tensor) -> None:
-        """One step of all tables.
-
-        Args:
-            gradient: of the flat weights, averaged over all ranks.
-        """
+        """Update all tables by the gradient of the flat weights, averaged over all ranks."""
         # TorchRec's exchanges divide the gradients of sharded tables by their ranks, unless a script wants the sum.
         if not get_gradient_division():
             gradient = self._ranks * gradient
@@ -199,7 +195,7 @@ class ReplicaOptimizer(FusedOptimizer):
             self._update(stack_RC, part.view_as(stack_RC), state, self._learning_rate, self._eps)
 
     def update_again(self) -> None:
-        """After each gradient: DDP leaves a second backward without a forward in between alone."""
+        """Average and apply the gradient of a second backward without a forward in between, which DDP ignores."""
         gradient, replicas = self.weights.grad, self._ddp()
         if not self.ddp_averages and gradient is not None and replicas is not None:
             dist.all_reduce(gradient, group=replicas.process_group)
@@ -207,11 +203,11 @@ class ReplicaOptimizer(FusedOptimizer):
             self.weights.grad = None
 
     def step(self, closure: Any = None) -> None:
-        """Takes over the learning rate; the tables were updated in the backward."""
+        """Take over the learning rate; the backward updated the tables."""
         self._learning_rate = self.param_groups[0]["lr"]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """As :meth:`step`."""
+        """Take over the learning rate."""
         self.step()
 
 
@@ -221,7 +217,7 @@ def _update_again(optimizer: weakref.ref[ReplicaOptimizer], _: Tensor) -> None:
 
 
 def _average_and_update(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types
-    """DDP's hook: average a bucket of gradients over the ranks, then update the replicas in it."""
+    """Average a bucket of gradients over the ranks, then update its replicas; DDP's hook."""
     process_group, by_weights = state
     gradients = [(by_weights.get(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
 
@@ -245,7 +241,7 @@ def _clear(optimizers: Iterable[ReplicaOptimizer]) -> None:
 def _before_forward(
     optimizers: Sequence[ReplicaOptimizer], replicas: DistributedDataParallel, inputs: tuple[Any, ...]
 ) -> None:
-    """Before the forward of a lookup; refuses what TorchRec's replicas cannot look up."""
+    """Refuse batches that TorchRec's replicas cannot look up; runs before the forward of a lookup."""
     if any(isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key() for features in inputs):
         tables = ", ".join(name.split(".")[-2] for optimizer in optimizers for name in optimizer.params)
         raise DreamShardError(
@@ -258,8 +254,7 @@ def _before_forward(
 
 
 def _check_bounds(kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, arguments: Mapping[str, Any]) -> None:
-    """Let a dense kernel check ids and offsets as a fused one of these arguments does; on copies, since a replica looks
-    up the script's own batch."""
+    """Let a dense kernel check ids and offsets as a fused kernel does, on copies of the script's batch."""
     asked = arguments.get("bounds_check_mode", BOUNDS_CHECK)
     mode = BoundsCheckMode(int(os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", asked.value)))
     if mode is BoundsCheckMode.NONE:
