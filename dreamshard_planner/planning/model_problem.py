@@ -26,7 +26,7 @@ from dreamshard_planner.planning.baseline import BaselineFallback
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.given_plans import GivenPlan, GivenPlans, check_room, shardings
-from dreamshard_planner.planning.plan_inputs import PlannerSettings, context_digest, plan_inputs
+from dreamshard_planner.planning.plan_inputs import PlannerSettings, plan_inputs
 from dreamshard_planner.planning.plan_notes import assumptions, knows_lookups
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.notes import Note
@@ -45,6 +45,7 @@ from dreamshard_planner.search_space.input_checks import check_topology, doubtfu
 from dreamshard_planner.search_space.modules import shardable_tables, unsharded_modules, without_weights
 from dreamshard_planner.search_space.output_types import mixed_exchanges
 from dreamshard_planner.search_space.placement_rules import LegalRanks
+from dreamshard_planner.support.fingerprint import canonical, digest
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 AnyPlan: TypeAlias = GivenPlan | str | Path
@@ -150,15 +151,27 @@ class ModelProblem:
         return plan_inputs(self.settings, self.ranks, self.search_space, self.context.reader, self.reservation)
 
     def digest(self, components: Iterable[object]) -> str:
-        """Return the digest of all inputs of plans, in hexadecimal, with the types of TorchRec's components."""
+        """Return the digest of all inputs of plans, in hexadecimal, the same in every process.
+
+        Only the types of TorchRec's ``components`` count.
+        """
         settings = self.settings
+        options = [
+            [
+                (option.fqn, option.sharding_type, option.compute_kernel, option.cache_params),
+                [(list(shard.size), list(shard.offset), shard.storage) for shard in option.shards],
+            ]
+            for option in self.search_space
+        ]
         parts = [
             *map(type, components),
             self.ranks.checkpoint.digest(),
             (settings.constraints, settings.placement_rules),
             (settings.search, settings.timeout_seconds),
         ]
-        return context_digest(self.inputs, self.search_space, self.left, parts)
+        left_bytes = [device.storage for device in self.left.devices]
+        # TorchRec enumerates kernels in the order of a set.
+        return digest([self.inputs, left_bytes, sorted(map(canonical, options)), parts])
 
     @cached_property
     def given(self) -> GivenPlans:

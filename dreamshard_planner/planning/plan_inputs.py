@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from numbers import Integral
@@ -177,29 +177,6 @@ def plan_inputs(
         },
         features={name: known for name, known in (settings.statistics or {}).items() if known.ids is None},
     )
-
-
-def context_digest(
-    inputs: PlanInputs, search_space: Sequence[ShardingOption], left: Topology, parts: Iterable[object]
-) -> str:
-    """Return the digest of a plan's inputs, in hexadecimal, the same in every process.
-
-    Args:
-        inputs: of :func:`plan_inputs`.
-        search_space: all options of all tables.
-        left: topology with the memory that the storage reservation left.
-        parts: further inputs; of components their types.
-    """
-    options = [
-        [
-            (option.fqn, option.sharding_type, option.compute_kernel, option.cache_params),
-            [(list(shard.size), list(shard.offset), shard.storage) for shard in option.shards],
-        ]
-        for option in search_space
-    ]
-    left_bytes = [device.storage for device in left.devices]
-    # TorchRec enumerates kernels in the order of a set.
-    return digest([inputs, left_bytes, sorted(map(canonical, options)), list(parts)])
 
 
 MULTIPLIERS = {

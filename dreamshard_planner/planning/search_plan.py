@@ -174,25 +174,26 @@ def _searched(
     try:
         pinned = pinned_options(options, topology, plans.get(BASELINE))
     except PlannerError:  # towers fit on no host by these options
-        return SearchedPlan(_smallest(context.read(options, topology)), rivals, None, theirs)
-    read = context.read(pinned, topology)
-    cost = context.cost(read)
-    starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
-    # TorchRec's plan may break placement rules.
-    fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
-    rivals = (*rivals, *_rated(cost, {name: fitting.get(name) for name in starts}))
-    result: SearchResult | None
-    if alone is not None and _is_best(WHOLE, fitting, cost):
-        result = replace(alone, sharding=fitting[WHOLE])
-    else:
-        further = _roll_outs(context, how, {})
-        result = search(cost, fitting.values(), how.config, how.seed, how.deadline.left(), further)
-    for option in pinned:
-        set_ranks(option, None)
-    if result is None:
-        return SearchedPlan(_smallest(context.read(options, topology)), rivals, None, theirs)
-    proposal = all_sized(read.assign(result.sharding), context.reader.load_factor)
-    return SearchedPlan(proposal, rivals, result, theirs)
+        pinned = []
+    if pinned:
+        read = context.read(pinned, topology)
+        cost = context.cost(read)
+        starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
+        # TorchRec's plan may break placement rules.
+        fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
+        rivals = (*rivals, *_rated(cost, {name: fitting.get(name) for name in starts}))
+        result: SearchResult | None
+        if alone is not None and _is_best(WHOLE, fitting, cost):
+            result = replace(alone, sharding=fitting[WHOLE])
+        else:
+            further = _roll_outs(context, how, {})
+            result = search(cost, fitting.values(), how.config, how.seed, how.deadline.left(), further)
+        for option in pinned:
+            set_ranks(option, None)
+        if result is not None:
+            proposal = all_sized(read.assign(result.sharding), context.reader.load_factor)
+            return SearchedPlan(proposal, rivals, result, theirs)
+    return SearchedPlan(_smallest(context.read(options, topology)), rivals, None, theirs)
 
 
 def _cache_sizes(context: PlanRater, options: Sequence[ShardingOption], topology: Topology) -> Sequence[ShardingOption]:

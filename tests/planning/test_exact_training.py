@@ -12,7 +12,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.planning import exact_training
+from dreamshard_planner.planning import result
 from dreamshard_planner.plans.report import Report
 from tests.small_models import MB, collection, table
 
@@ -78,7 +78,7 @@ def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
 
 
 def test_large_models_have_no_prediction_of_torchrecs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_training, "MAX_SHARDS", 1)
+    monkeypatch.setattr(result, "MAX_SHARDS", 1)
     model = collection(table("a", 200, 64), table("b", 300, 64))
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
     made = DreamShardPlanner(topology=Topology(2, "cuda"), batch_size=64, effort="quick", debug=False, stats=[])
