@@ -21,17 +21,17 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Condition:
-    """What differs from here."""
+    """Differences from this machine."""
 
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Variables that are set, or removed where None."""
     one_core: bool = False
     busy: bool = False
-    """Whether other processes want every core twice."""
+    """True if other processes want every core twice."""
 
 
 def conditions(folder: Path) -> dict[str, Condition]:
-    """By name.
+    """Return the conditions by name.
 
     Args:
         folder: an empty one, in which homes are made.
@@ -71,7 +71,7 @@ def _home(path: Path) -> dict[str, str | None]:
 
 
 def _home_with_checkpoints(path: Path) -> dict[str, str | None]:
-    """None can be read: whoever looks fails."""
+    """Make a home whose checkpoint cannot be read."""
     checkpoints = path / ".local" / "share" / "dreamshard_planner" / "checkpoints"
     checkpoints.mkdir(parents=True)
     (checkpoints / "damaged.safetensors").write_bytes(b"no checkpoint")
@@ -79,14 +79,14 @@ def _home_with_checkpoints(path: Path) -> dict[str, str | None]:
 
 
 def _home_that_cannot_be_made(file: Path) -> dict[str, str | None]:
-    """Under a file, as root may write into every folder."""
+    """Name a home under a file, since root may write into every folder."""
     file.write_bytes(b"")
     return _home(file / "home")
 
 
 @contextmanager
 def _load(busy: bool) -> Iterator[None]:
-    """Two processes for each core that do nothing but take it."""
+    """Run two idle loops on each core."""
     count = 2 * len(os.sched_getaffinity(0)) if busy else 0
     loads = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
@@ -98,7 +98,7 @@ def _load(busy: bool) -> Iterator[None]:
 
 
 def run(condition: Condition, arguments: list[str]) -> int:
-    """Exit status of pytest."""
+    """Return the exit status of pytest."""
     changed = {**os.environ, **condition.environment}
     environment = {name: value for name, value in changed.items() if value is not None}
     command = [sys.executable, "-m", "pytest", "-q", *arguments]

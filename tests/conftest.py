@@ -49,7 +49,7 @@ LONG = (
 
 @pytest.fixture(scope="session", autouse=True)
 def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No checkpoints of whoever runs the tests, nor the width of their terminal."""
+    """Hide the checkpoints and the terminal width of the user who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
         patch.setenv("DREAMSHARD_HOME", str(tmp_path_factory.mktemp("home")))
@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """How many cases each fuzz test draws, of those of all."""
+    """Set the number of cases of the fuzz tests."""
     cases = config.getoption("--cases")
     settings.register_profile(
         "fuzz",

@@ -64,7 +64,7 @@ def small_problem(seed: int, cost_source: str, **changed: Any) -> tuple[DreamSha
 
 
 def planned_and_best_ms(seed: int, cost_source: str) -> tuple[float, float]:
-    """What a plan costs that the planner makes, and what the best one does."""
+    """Return the cost of the planner's plan, and that of the best plan."""
     planner, model = small_problem(seed, cost_source)
     planner.plan(model, [EmbeddingBagCollectionSharder()])
     session = planner._loop.model
@@ -75,7 +75,7 @@ def planned_and_best_ms(seed: int, cost_source: str) -> tuple[float, float]:
 
 @torch.inference_mode()
 def optimum_ms(cost: Cost) -> float:
-    """Of all shardings within memory."""
+    """Yield all shardings within memory."""
     problem = cost.problem
     tables = [_choices(cost, table) for table in range(problem.num_tables)]
     together = tables.pop()

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What is logged, in ranks as well, where pytest does not listen."""
+"""Records of the package's loggers, also in ranks, where pytest does not listen."""
 
 from __future__ import annotations
 

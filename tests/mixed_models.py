@@ -73,7 +73,7 @@ class MixedCase:
     def torchrec_plan(
         self, constraints: dict[str, ParameterConstraints] | None, seconds: int = 10
     ) -> list[ShardingOption] | None:
-        """Of TorchRec's planner, which may use what the constraints leave; None where it finds none in that time."""
+        """Return the plan of TorchRec's planner under the constraints; None if it finds none in time."""
         theirs = EmbeddingShardingPlanner(
             topology=self.topology,
             batch_size=self.batch_size,
@@ -179,7 +179,7 @@ def _random_model(rng: random.Random, num_tables: int) -> tuple[nn.Module, dict[
 
 
 class Interaction(nn.Module):
-    """What a tower makes of its embeddings; it is never run."""
+    """A tower's interaction; it is never run."""
 
 
 def _add_towers(rng: random.Random, model: nn.Module) -> dict[str, ParameterConstraints]:
@@ -232,7 +232,7 @@ def _random_constraint(rng: random.Random, config: EmbeddingBagConfig, device: s
 def _other_device_group(
     rng: random.Random, model: nn.Module, constraints: dict[str, ParameterConstraints], device: str
 ) -> list[str]:
-    """Of some modules, leave one table to another device group; says which."""
+    """Leave one table of some modules to another device group; return these tables."""
     left_out = []
     for module in model.children():
         names = [name.split(".")[-2] for name, _ in module.named_parameters()]

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What the fuzz tests draw: models and all that a planner is given, numbers that nobody means, files of anything."""
+"""Strategies of the fuzz tests: models with planner arguments, absurd numbers, damaged files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HostileCase:
     """The case as anybody means it."""
     case: MixedCase
     subjects: tuple[str, ...]
-    """What an error should name, one of them."""
+    """Subjects, one of which an error must name."""
     what: str
 
 
@@ -96,7 +96,7 @@ def _ids(draw: DrawFn) -> IdHistogram | None:
 
 @st.composite
 def _feature_statistics(draw: DrawFn) -> FeatureStatistics:
-    """What can be, if only just."""
+    """Extreme values that are possible."""
     factor = draw(st.sampled_from([0.0, 5e-324, 1e-9, 0.5, 1.0, 1e5, 1e18, 1e300]))
     batch_size = draw(st.sampled_from([1, 2, 512, 2**40]))
     full = draw(st.integers(0, 16))
@@ -120,7 +120,7 @@ _leaves = (
 values = st.recursive(
     _leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
 )
-"""Of JSON, and hardly what was asked for."""
+"""Unlikely values in JSON."""
 
 
 @st.composite

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Whatever torch is told for a whole thread or process, plans are the same, and it is told the same afterwards."""
+"""Plans do not depend on torch's global state, and leave it unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 @pytest.fixture(params=STATES)
 def state(request: pytest.FixtureRequest) -> Iterator[Callable[[], AbstractContextManager]]:
-    """A state; nothing is cached from before, and nothing that it left behind stays after the test."""
+    """A state, with empty caches before and after the test."""
     caches = [shipped, reuse.bin_mean_reuse, reuse._thinning, reuse._rates, reuse._probabilities_at]
     for cached in caches:
         cached.cache_clear()
@@ -45,7 +45,7 @@ def state(request: pytest.FixtureRequest) -> Iterator[Callable[[], AbstractConte
 
 
 def described() -> tuple:
-    """What a script could tell of torch's state, by its own tensors."""
+    """Describe torch's state as a script sees it."""
     made = torch.ones(2, device="cpu")
     return (
         type(made),
@@ -74,7 +74,7 @@ def model() -> nn.Module:
 
 
 def plan_of(given) -> tuple:
-    """Plan, and all that is said of it."""
+    """Return a plan with its report and prediction."""
     planner = DreamShardPlanner(topology=topology(3), batch_size=64, statistics=STATISTICS, stats=[], debug=False)
     plan = planner.plan(given, SHARDERS)
     predicted = planner.predict(planner.options)
@@ -82,7 +82,7 @@ def plan_of(given) -> tuple:
 
 
 def seams(given) -> tuple:
-    """What each part says alone, under TorchRec's planner."""
+    """Return the plans and ratings of each component alone, under TorchRec's planner."""
     estimators = [DreamShardEstimator(topology(3)), EmbeddingStorageEstimator(topology=topology(3))]
     found = []
     for partitioner in (DreamShardPartitioner(), RulePartitioner("dim_greedy")):

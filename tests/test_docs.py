@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""README and docs: snippets run, commands are understood, what is generated is up to date, links lead somewhere."""
+"""README and docs: snippets run, commands parse, generated parts are up to date, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _check_command(words: list[str], line: str) -> None:
 
 
 def _has_option(source: str, option: str) -> bool:
-    """Of argparse, or made of parameters or of a dataclass's fields."""
+    """Return whether a source has an option: of argparse, a parameter or a field."""
     parameter = option.removeprefix("--").replace("-", "_")
     return f'"{option}"' in source or re.search(rf"^    {parameter}: ", source, re.MULTILINE) is not None
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Cases that nobody thought of: models in any state of torch, numbers out of bounds, and files that hold anything.
+"""Random cases: models in any state of torch, numbers out of bounds, and damaged files.
 
 ``make fuzz`` tries a thousand, other ones each time; ``pytest tests/test_fuzz.py --cases N`` tries N.
 """
@@ -62,17 +62,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 SPARE_BYTES = 4 << 30
 """Memory that a hostile file may take: less than its claims, more than torch's threads."""
 PATIENCE_SECONDS = 600
-"""Of processor time, after which a case hangs: a machine may well stand still for longer."""
+"""Processor time after which a case counts as hanging."""
 
 
 def share(of_all: float) -> settings:
-    """So much of all cases."""
+    """Return settings for a share of all cases."""
     return settings(max_examples=max(1, round(settings().max_examples * of_all)))
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """No more memory than some, and an end."""
+    """Bound memory and processor time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used_pages = int(Path("/proc/self/statm").read_text().split()[0])
 
@@ -105,7 +105,7 @@ def test_plans_wherever_torchrec_does_in_any_state(case: MixedCase, state: str |
 
 
 def refused(case: MixedCase) -> bool:
-    """Whether there is no plan for the case."""
+    """Return whether there is no plan for the case."""
     try:
         case.planner().plan(case.model, case.sharders)
     except PlannerError:
@@ -154,7 +154,7 @@ def small_planner(**arguments: Any) -> DreamShardPlanner:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With one good file of each kind of JSON."""
+    """A folder with one good file of each kind of JSON."""
     made = tmp_path_factory.mktemp("files")
     STATISTICS.to_json(made / "statistics.json")
     save_tables(made / "tables.json", named_pool("merlin_tiny")[:3])
@@ -174,7 +174,7 @@ JSON_FILES: dict[str, tuple[type[DreamShardError], Callable[[Path], Any]]] = {
 
 
 def loaded(path: Path, error: type[DreamShardError], load: Callable[[Path], Any]) -> Any:
-    """What the file holds, or None where it is refused as it should be."""
+    """Return a file's content, or None if it is refused with the right error."""
     try:
         with bounded():
             return load(path)
@@ -312,7 +312,7 @@ def test_measurements_are_read_or_refused(data: st.DataObject, measured: Path) -
 
 
 def test_what_files_claim_is_not_believed(folder: Path) -> None:
-    """The cases that once took terabytes, or minutes."""
+    """These cases once took terabytes, or minutes."""
     path = folder / "claims.safetensors"
     for changes in ({"policy": {"hidden": 10**6}}, {"cost": {"members": 10**6}}, {"cost": {"table_hidden": 4096}}):
         description = {key: {**DESCRIPTION[key], **change} for key, change in changes.items()}

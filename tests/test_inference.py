@@ -81,7 +81,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def on_cpus() -> Iterator[None]:
-    """As TorchRec's own inference example: else its quantized lookups ask for CUDA whatever the plan says."""
+    """Propagate devices, as TorchRec's inference example does: else quantized lookups always ask for CUDA."""
     set_propogate_device(True)
     yield
     set_propogate_device(False)
@@ -199,7 +199,7 @@ def test_random_quantized_models(seeds: range) -> None:
 
 
 def torchrec_plan(model, sharders, constraints, **common):
-    """Of TorchRec's planner, with its estimates of inference where all is quantized."""
+    """Return the plan of TorchRec's planner, by its estimates of inference if all modules are quantized."""
     topology = common["topology"]
     served = not any(type(module) in (EmbeddingBagCollection, EmbeddingCollection) for module in model.modules())
     perf = EmbeddingPerfEstimator(topology=topology, constraints=constraints, is_inference=served)
@@ -252,7 +252,7 @@ def random_model(
 
 
 def plan_of(module: nn.Module, device: str = "cpu", sharders=DEFAULT_SHARDERS, **arguments):
-    """With bandwidths as costs, on two ranks."""
+    """Plan by bandwidths, on two ranks."""
     arguments = {"cost_source": "roofline", "batch_size": 512} | arguments
     planner = DreamShardPlanner(topology=Topology(world_size=2, compute_device=device), debug=False, **arguments)
     planner.plan(nn.ModuleDict({"m": module}), sharders)

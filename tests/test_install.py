@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What is shipped, and that installing it leaves an environment's torch, FBGEMM and TorchRec as they are."""
+"""Shipped files, and an installation that leaves torch, FBGEMM and TorchRec unchanged."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from dreamshard_planner.cli.diagnosis import diagnose
 ROOT = Path(__file__).parent.parent
 NOT_SHIPPED = (".*", "__pycache__", "*.egg-info", "build", "dist", "results", "data")
 SITE = Path(distribution("torch").locate_file(""))
-"""Where the tests' own libraries are."""
+"""Folder of the tests' own libraries."""
 DATA = ("py.typed", "checkpoints/cpu.safetensors", "checkpoints/roofline.safetensors", "workload/data/*.json")
 
 
 def run(python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Of an environment, without this checkout on its path."""
+    """Run an environment's Python without this checkout on its path."""
     surroundings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
     surroundings |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_CACHE_DIR": "1"}
     return subprocess.run(
@@ -73,7 +73,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(params=["fbgemm-gpu-cpu", "fbgemm-gpu"])
 def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Of a new environment with the libraries of the tests' own, FBGEMM's package by either name, but not with us."""
+    """Python of a new environment with the tests' libraries, FBGEMM by either name, and without this package."""
     site = tmp_path / "site"
     site.mkdir()
     for path in SITE.iterdir():

@@ -14,7 +14,7 @@ import dreamshard_planner
 ROOT = Path(dreamshard_planner.__file__).parent
 LAYERS = re.search(r"## Layers.*?```text\n(.*?)```", (ROOT.parent / "docs/contributing.md").read_text(), re.DOTALL)[1]
 RANK = {name: -line for line, names in enumerate(LAYERS.splitlines()) for name in names.split(", ")}
-"""Of every package: those with a greater one lie above it."""
+"""Height of every package; greater ones lie above."""
 
 
 def modules() -> dict[str, Path]:

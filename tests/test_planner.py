@@ -63,8 +63,8 @@ def test_whole_tables_are_placed_as_well_as_ever(seed: int) -> None:
 
 
 def test_replicas_that_may_be_used_make_no_plan_dearer() -> None:
-    """By TorchRec's estimates the best plan of these tables has few of them, and a search that takes them as long as
-    they help ends above the best plan without any."""
+    """TorchRec's estimates favour few replicas here; a search that adds replicas while they help ends dearer than the
+    best plan without any."""
     tables = named_pool("mlperf_dlrm_dcnv2")
     configs = [EmbeddingBagConfig(t.rows, t.dim, name=t.name, feature_names=[t.name]) for t in tables]
     model = EmbeddingBagCollection(configs, device=torch.device("meta"))

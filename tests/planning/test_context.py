@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A stored plan is loaded for what it was made for, and for nothing else."""
+"""A stored plan is loaded for the inputs that it was made from, and for no others."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_torchrecs_costs_are_those_of_its_own_lengths(factors: list[float] | Non
 
 @pytest.mark.parametrize("rows", [10, 1_000_000])
 def test_no_plan_is_said_to_get_cheaper_by_more_lookups(rows: int) -> None:
-    """Of nearly empty kernels, which the network's error exceeds."""
+    """The network's error exceeds the cost of nearly empty kernels."""
     module = collection(table("t", rows=rows, dim=4))
     planner = DreamShardPlanner(topology=topology(), batch_size=16, sharding_types=["table_wise"])
     planner.plan(module, SHARDERS)

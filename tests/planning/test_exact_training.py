@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What reports say of the options that exact training excludes."""
+"""Notes of reports on the options that exact training excludes."""
 
 from __future__ import annotations
 

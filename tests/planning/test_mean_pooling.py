@@ -16,7 +16,7 @@ RANK_MB = 1024
 
 
 def rows_of(megabytes: int) -> int:
-    """Of four columns."""
+    """Return the rows of a table with four columns."""
     return megabytes * MB // 16
 
 

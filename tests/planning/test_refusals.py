@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What cannot be planned or is not meant: errors that name it, and what would help."""
+"""Errors for impossible inputs: they name the input, and what would help."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_storage_of_caches_with_parameters_of_their_own() -> None:
 @pytest.mark.parametrize("stored", [None, KeyValueParams(max_l1_cache_size=1)])
 @pytest.mark.parametrize("optimizer", ["EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM"])
 def test_storage_of_key_value_stores(optimizer: str, stored: KeyValueParams | None) -> None:
-    """By the sets that TorchRec gives the cache, the states that FBGEMM makes, and the buffers of its source."""
+    """Bytes follow from TorchRec's cache sets, FBGEMM's states, and the buffers in its source."""
     params = {"optimizer": EmbOptimType[optimizer]}
     found = options(ParameterConstraints(compute_kernels=["key_value"], key_value_params=stored), **params)
     assert {option.sharding_type for option in found} >= {"table_wise", "row_wise"}

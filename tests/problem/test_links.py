@@ -80,7 +80,7 @@ def test_what_cpu_ranks_of_a_host_exchange_passes_its_memory() -> None:
 
 
 def test_the_prior_agrees_with_published_collectives() -> None:
-    """Of large ones the level of every row, of all the order; latencies differ by a factor of four between clouds."""
+    """Large exchanges agree in level, all in order; latencies differ by a factor of four between clouds."""
     rows = collectives_prior.published()
     pairs = [(row.predicted_ms(NCCL), row.ms) for row in rows]
     assert len(pairs) == 61 and kendalltau(*zip(*pairs, strict=True)).statistic > 0.85

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What shards of sequence tables and of cached tables ask for, as TorchRec's options describe them.
+"""Work of the shards of sequence tables and of cached tables, as TorchRec's options describe them.
 
 Shapes: P parts, N indices.
 """

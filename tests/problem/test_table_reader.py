@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""How TorchRec's options and modules become tables, workloads and fused groups."""
+"""TorchRec's options and modules as tables, workloads and fused groups."""
 
 from __future__ import annotations
 
