@@ -1,7 +1,7 @@
 # make demo         train a DLRM with the 26 MLPerf tables, one of them hot, on 2 ranks under three planners that may
 #                   split tables by columns; ends with a table, and the plan's report in demo.html
 # make test         all tests, PROCESSES=2 at a time
-# make test-conditions  the same as other machines would run them, each in turn or CONDITIONS="C-locale one-core"; TESTS=tests
+# make test-conditions  the same as other machines would run them, each in turn or CONDITIONS="another-machine one-core"; TESTS=tests
 # make coverage     lines and branches of the package that the tests run, half as long again
 # make fuzz         CASES=1000 random models, states, numbers and files, others each time
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec, then these and

@@ -50,14 +50,7 @@ def conditions(folder: Path) -> dict[str, Condition]:
     public_ci = {"CI": "true", "GITHUB_ACTIONS": "true", "FORCE_COLOR": "1"}
     return {
         "another-machine": Condition({**cpu, **locale, **instructions, **narrow, **zone, **unwritable, **public_ci}),
-        "another-CPU": Condition(cpu),
-        "older-instructions": Condition(instructions),
-        "C-locale": Condition(locale),
-        "narrow-terminal": Condition(narrow),
-        "another-time-zone": Condition(zone),
         "kept-checkpoints": Condition(kept),
-        "unwritable-home": Condition(unwritable),
-        "public-CI": Condition(public_ci),
         "threads-unset": Condition({"OMP_NUM_THREADS": None}),
         "4-threads": Condition({"OMP_NUM_THREADS": "4"}),
         "one-core": Condition(one_core=True),

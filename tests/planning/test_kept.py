@@ -96,12 +96,6 @@ def test_callbacks_have_the_last_word() -> None:
     assert any("callbacks" in str(note) for note in made.report().notes)
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.0, 3])
-def test_shares_that_cannot_be_are_refused(share: float) -> None:
-    with pytest.raises(ValueError, match=f"least_gain.*{share}"):
-        planned(least_gain=share)
-
-
 def test_estimates_of_a_kept_plan_are_by_our_costs() -> None:
     """TorchRec's statistics print them, and callbacks read them."""
     sizes = [(2_000_000, 64), (5_000_000, 128), (100_000, 32), (3_000, 64), (700_000, 64), (9_000_000, 32)]

@@ -82,18 +82,26 @@ def test_statistics_of_no_feature_are_an_error() -> None:
         planner(statistics=statistics).plan(small_model(), SHARDERS)
 
 
-def test_wrong_arguments_are_errors(tmp_path) -> None:
-    with pytest.raises(ValueError, match="search_seconds"):
-        planner(search_seconds=0)
-    for kinds in ((), "table_wise", ("table_wise", "diagonal")):
-        with pytest.raises(ValueError, match="sharding_types must be some of table_wise, column_wise"):
-            planner(sharding_types=kinds)
-    with pytest.raises(ValueError, match="cost_source must be one of auto, roofline, torchrec, got 'guess'"):
-        planner(cost_source="guess")
-    with pytest.raises(CheckpointError, match="gone.safetensors"):
-        planner(checkpoint=tmp_path / "gone.safetensors")
-    with pytest.raises(TypeError, match="TableStatistics, got dict"):
-        planner(statistics={"t0_f0": 1.0})
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("search_seconds", 0, "search_seconds must be positive, got 0"),
+        *(("sharding_types", kinds, "sharding_types must be some of table_wise, column_wise")
+          for kinds in ((), "table_wise", ("table_wise", "diagonal"))),
+        ("cost_source", "guess", "cost_source must be one of auto, roofline, torchrec, got 'guess'"),
+        ("effort", "fast", "effort must be one of quick, default, thorough, got 'fast'"),
+        ("checkpoint", "gone.safetensors", "gone.safetensors"),
+        ("statistics", {"t0_f0": 1.0}, "TableStatistics, got dict"),
+        *(("batch_size", size, f"batch_size.*{size}") for size in (0, -1, 1.5, True)),
+        *(("least_gain", share, f"least_gain.*{share}") for share in (-0.1, 1.0, 3)),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_errors(name: str, value: object, told: str) -> None:
+    with pytest.raises((ValueError, TypeError, CheckpointError), match=told):
+        DreamShardPlanner(topology=topology(), **{name: value})
+
+
+def test_calls_without_a_process_group_or_a_plan_are_errors() -> None:
     with pytest.raises(DreamShardError, match="no process group"):
         DreamShardPlanner()
     with pytest.raises(DreamShardError, match="needs a process group"):

@@ -180,10 +180,6 @@ def test_statistics_tell_what_the_user_constrained() -> None:
     assert {name for name, constraint in told[0].items() if constraint.compute_kernels} == {"t2"}
 
 
-def test_a_model_without_tables_has_an_empty_plan() -> None:
-    assert planner().plan(nn.Sequential(nn.Linear(2, 2)), SHARDERS).plan == {}
-
-
 def test_compute_kernel_constraints_are_honoured() -> None:
     constraints = {"t2": ParameterConstraints(compute_kernels=["fused_uvm"])}
     plan = planner(topology=topology(device="cuda"), constraints=constraints).plan(small_model(), SHARDERS)
