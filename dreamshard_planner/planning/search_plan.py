@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,12 +46,16 @@ class SearchSettings:
     deadline: Deadline = NO_DEADLINE
     """End of all searches together, on top of their counts of candidates."""
 
+    def search(self, cost: Cost, starts: Iterable[Sharding], further: Further | None = None) -> SearchResult | None:
+        """Search from some starts, see :func:`~dreamshard_planner.search.search.search`."""
+        return search(cost, starts, self.config, self.seed, self.deadline.left(), further)
+
 
 def place_proposal(
     context: PlanRater,
     proposal: list[ShardingOption],
     topology: Topology,
-    how: SearchSettings,
+    settings: SearchSettings,
     packs: bool = True,
     quickly: bool = False,
 ) -> RatedPlan:
@@ -63,7 +67,7 @@ def place_proposal(
         context: reads and rates options.
         proposal: one option for every table.
         topology: with the memory that the storage reservation left.
-        how: settings.
+        settings: bounds and seed of the searches.
         packs: whether to pack exactly if nothing else finds room.
         quickly: whether a short descent from heuristics is enough, to compare many proposals.
 
@@ -84,14 +88,14 @@ def place_proposal(
     }
     starts = [plan for plan in plans.values() if plan is not None]
     if quickly:
-        result = search(cost, starts, QUICK, how.seed)
+        result = replace(settings, config=QUICK, deadline=NO_DEADLINE).search(cost, starts)
     else:
-        result = search(cost, starts, how.config, how.seed, how.deadline.left(), _roll_outs(context, how, plans))
+        result = settings.search(cost, starts, _roll_outs(context, settings, plans))
     if result is None:
-        packed_S, proven = pack(chosen.cost.problem, how.config.effort if packs else 0.0, how.deadline.left())
+        packed_S, proven = pack(chosen.cost.problem, settings.config.effort if packs else 0.0, settings.deadline.left())
         if packed_S is None:
             raise infeasible(chosen.cost.problem, proven, context.splitting_left_out)
-        result = search(cost, [chosen.placed(packed_S)], how.config, how.seed, how.deadline.left())
+        result = settings.search(cost, [chosen.placed(packed_S)])
         assert result is not None  # there is a start
     return RatedPlan(read, cost, result.sharding, _rated(cost, plans), result)
 
@@ -133,7 +137,7 @@ class SearchedPlan:
 @collector_paused()
 @torch.no_grad()
 def search_plan(
-    context: PlanRater, search_space: Sequence[ShardingOption], topology: Topology, how: SearchSettings
+    context: PlanRater, search_space: Sequence[ShardingOption], topology: Topology, settings: SearchSettings
 ) -> SearchedPlan:
     """Search all options; those whose cost is a guess only if nothing fits otherwise.
 
@@ -141,33 +145,33 @@ def search_plan(
         context: reads and rates options.
         search_space: options of all tables, with storage.
         topology: with the memory that the storage reservation left.
-        how: settings.
+        settings: bounds and seed of the searches.
     """
     options = context.certain_options(search_space)
     with single_thread():
-        found = _searched(context, options, topology, how)
+        found = _searched(context, options, topology, settings)
         if found.result is None and len(options) < len(search_space):
-            found = _searched(context, search_space, topology, how)
+            found = _searched(context, search_space, topology, settings)
     return found
 
 
 def _searched(
-    context: PlanRater, options: Sequence[ShardingOption], topology: Topology, how: SearchSettings
+    context: PlanRater, options: Sequence[ShardingOption], topology: Topology, settings: SearchSettings
 ) -> SearchedPlan:
     plans: dict[str, list[ShardingOption]] = {}
     rivals: tuple[ReportEntry, ...] = ()
     theirs: TorchRecPlan | None = None
     sizes = _cache_sizes(context, options, topology)
-    whole = _whole_tables(context, options, topology, how)
+    whole = _whole_tables(context, options, topology, settings)
     alone: SearchResult | None = None  # the search for whole tables, if these are all options
     if whole is not None:
         plans[WHOLE], rivals = whole.options, whole.rivals
         if all(option.sharding_type == TW for option in options):
             # Slower kernels are for what does not fit.
             options, alone = _fastest_whole(options), None if sizes else whole.result
-    if how.deadline.left() != 0.0:
+    if settings.deadline.left() != 0.0:
         offered = [option for option in options if is_torchrecs(option)]
-        theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec, how.config.effort)
+        theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec, settings.config.effort)
     if theirs is not None:
         plans[BASELINE] = theirs.options
     options = [*options, *sizes]
@@ -186,8 +190,7 @@ def _searched(
         if alone is not None and _is_best(WHOLE, fitting, cost):
             result = replace(alone, sharding=fitting[WHOLE])
         else:
-            further = _roll_outs(context, how, {})
-            result = search(cost, fitting.values(), how.config, how.seed, how.deadline.left(), further)
+            result = settings.search(cost, fitting.values(), _roll_outs(context, settings, {}))
         for option in pinned:
             set_ranks(option, None)
         if result is not None:
@@ -219,11 +222,11 @@ def _fastest_whole(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
 
 def _whole_tables(
-    context: PlanRater, options: Sequence[ShardingOption], topology: Topology, how: SearchSettings
+    context: PlanRater, options: Sequence[ShardingOption], topology: Topology, settings: SearchSettings
 ) -> RatedPlan | None:
     """Return our plan of whole tables, with ranks; None if they do not fit, since other options may."""
-    whole, left = copy.deepcopy(_fastest_whole(options)), how.deadline.left()
-    third = replace(how, deadline=Deadline(None if left is None else left / 3))
+    whole, left = copy.deepcopy(_fastest_whole(options)), settings.deadline.left()
+    third = replace(settings, deadline=Deadline(None if left is None else left / 3))
     try:
         placed = place_proposal(context, whole, topology, third, packs=False)
     except PlannerError:
@@ -241,11 +244,11 @@ def _rated(cost: Cost, plans: Mapping[str, Sharding | None]) -> tuple[ReportEntr
     return tuple(ReportEntry.of(name, None if plan is None else cost.rate(plan)) for name, plan in plans.items())
 
 
-def _roll_outs(context: PlanRater, how: SearchSettings, plans: dict[str, Sharding | None]) -> Further:
+def _roll_outs(context: PlanRater, settings: SearchSettings, plans: dict[str, Sharding | None]) -> Further:
     """Return a maker of starts by the policy, which adds the cheapest start to ``plans``."""
 
     def starts(cost: Cost, asked: OptionTotals, level: Sequence[Sharding], seconds: float | None) -> list[Sharding]:
-        made = policy_starts(cost, context.checkpoint.policy, asked, level, seconds, how.config.effort)
+        made = policy_starts(cost, context.checkpoint.policy, asked, level, seconds, settings.config.effort)
         plans["policy"] = made[0] if made else None
         return made
 

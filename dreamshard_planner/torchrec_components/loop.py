@@ -47,14 +47,14 @@ class SearchProposer(Proposer):
     Args:
         context: reads and rates options.
         topology: with the memory that the storage reservation left.
-        how: settings of the search.
+        settings: bounds and seed of the search.
 
     Attributes:
         found: outcome of the last search; None before.
     """
 
-    def __init__(self, context: PlanRater, topology: Topology, how: SearchSettings) -> None:
-        self._context, self._topology, self._how = context, topology, how
+    def __init__(self, context: PlanRater, topology: Topology, settings: SearchSettings) -> None:
+        self._context, self._topology, self._settings = context, topology, settings
         self._pending: list[ShardingOption] | None = None
         self.found: SearchedPlan | None = None
 
@@ -62,7 +62,7 @@ class SearchProposer(Proposer):
         """Search; raises ``PlannerError`` if the context's constraints leave a table no option."""
         self.found = None
         options = self._context.searched_options(search_space)
-        self.found = search_plan(self._context, options, self._topology, self._how)
+        self.found = search_plan(self._context, options, self._topology, self._settings)
         self._pending = self.found.proposal
 
     def propose(self) -> list[ShardingOption] | None:

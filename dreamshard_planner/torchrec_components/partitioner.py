@@ -53,7 +53,7 @@ class DreamShardPartitioner(Partitioner):
         quickly: bool = False,
     ) -> None:
         self._arguments = (constraints, statistics, checkpoint)
-        self._how = SearchSettings(search, checked_seed(seed))
+        self._settings = SearchSettings(search, checked_seed(seed))
         self._seconds = search_seconds
         self._context = context
         self.quickly = quickly
@@ -68,8 +68,8 @@ class DreamShardPartitioner(Partitioner):
         """
         context = self._context or PlanRater.of(storage_constraint, *self._arguments)
         with single_thread():
-            how = replace(self._how, deadline=Deadline(self._seconds))
-            placed = place_proposal(context, proposal, storage_constraint, how, quickly=self.quickly)
+            settings = replace(self._settings, deadline=Deadline(self._seconds))
+            placed = place_proposal(context, proposal, storage_constraint, settings, quickly=self.quickly)
         placed.read.assign(placed.sharding)
         self.placed = placed
         return proposal
