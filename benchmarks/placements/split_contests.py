@@ -36,8 +36,7 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.options import EnumeratedOption
 from dreamshard_planner.search_space.sharding_types import DP, TW
-from dreamshard_planner.search_space.usable_options import usable_options
-from dreamshard_planner.search_space.variants import own_slices
+from dreamshard_planner.search_space.usable_options import own_slices, usable_options
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, workloads_of

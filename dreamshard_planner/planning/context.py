@@ -36,8 +36,12 @@ from dreamshard_planner.search_space.enumeration import (
 from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.options import by_table, counted, fqn_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.search_space.usable_options import as_constrained, usable_options
-from dreamshard_planner.search_space.variants import own_slices, without_idle_halves
+from dreamshard_planner.search_space.usable_options import (
+    as_constrained,
+    own_slices,
+    usable_options,
+    without_idle_halves,
+)
 from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.workload.statistics import TableStatistics
 

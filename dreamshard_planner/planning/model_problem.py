@@ -43,8 +43,8 @@ from dreamshard_planner.search_space.constraints import (
 )
 from dreamshard_planner.search_space.input_checks import check_topology, doubtful_inputs, unused_names
 from dreamshard_planner.search_space.modules import shardable_tables, unsharded_modules, without_weights
-from dreamshard_planner.search_space.output_types import mixed_exchanges
 from dreamshard_planner.search_space.placement_rules import LegalRanks
+from dreamshard_planner.search_space.usable_options import mixed_exchanges
 from dreamshard_planner.support.fingerprint import canonical, digest
 
 Sharders = Sequence[ModuleSharder[nn.Module]]

@@ -27,8 +27,7 @@ from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.options import by_table, is_torchrecs, ranks_of, set_ranks
 from dreamshard_planner.search_space.sharding_types import TW
-from dreamshard_planner.search_space.towers import pin, pinned_options
-from dreamshard_planner.search_space.variants import all_sized, other_sizes
+from dreamshard_planner.search_space.usable_options import all_sized, other_sizes, pin, pinned_options
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
 
 QUICK = SearchConfig(starts=1, reshards=1, reshards_per_table=1, moves=100, last_moves=1, patience=1, effort=0.02)

@@ -117,7 +117,7 @@ def allocated_bytes(name: str, table: Table, size: tuple[int, ...], params: Mapp
             row_bytes += math.ceil(kept / rows / table.weight_bytes / 4) * 4 * table.weight_bytes
             kept = 0.0
         return math.ceil(slots * (row_bytes + slot_bytes) + kept), math.ceil(2 * slots * (row_bytes + EVICTED_BYTES))
-    if kernel.on_device:
+    if kernel.memory == "device":
         moved = per_weight if params.get("uvm_non_rowwise_momentum") else 0.0
         return math.ceil(weights + per_weight + per_row - moved), math.ceil(moved)
     device, host = per_row, weights + per_weight

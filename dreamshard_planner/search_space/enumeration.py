@@ -1,8 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's own estimates and search space, bit for bit, at a fraction of the time.
+"""TorchRec's search space and estimates, bit for bit, in a fraction of the time.
 
-TorchRec's estimators look at nothing of a shard but its size, and the shards of one option have few sizes: 64
-row-wise shards have two or three. Each size is estimated once.
+TorchRec's estimators read only the size of a shard, and the shards of one option have few sizes, estimated once each.
 """
 
 from __future__ import annotations
@@ -30,20 +29,16 @@ from dreamshard_planner.support.torch_state import collector_paused
 from dreamshard_planner.torchrec_components import compat
 
 TableKey = tuple[int, str]
-"""A table's module, by ``id``, and its name there."""
+"""``id`` of a table's module, and the table's name."""
 SHARDS_AT_ONCE = 2**18
-"""Tables times ranks that are enumerated at once: each makes several objects for each of a table's options, some 2 KB
-in all."""
+"""Tables times ranks enumerated at once; each takes some 2 KB."""
 
 
 class OncePerSize(ShardEstimator):
-    """Estimates each distinct shard size of an option once, with ``estimator``; equal shards share the resulting
-    ``Perf`` (milliseconds) or ``Storage`` (bytes) object.
+    """Estimates each distinct shard size of an option once; equal shards share the resulting object.
 
-    Only for TorchRec's own classes, ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator``. Any other estimator,
-    subclasses of these among them, is called as it is, as is one whose hardware configuration overrides
-    ``post_process_perfs``, which sees all shards together. (A configuration's annotated methods see sizes alone, in
-    TorchRec's ``ShardPerfContext``.)
+    This holds for ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator`` themselves. Other estimators, and those
+    whose hardware configuration overrides ``post_process_perfs``, which sees all shards, are called as they are.
     """
 
     def __init__(self, estimator: ShardEstimator) -> None:
@@ -58,7 +53,7 @@ class OncePerSize(ShardEstimator):
         kept_of = [[shard for shard, _ in counted(option)] for option in sharding_options]
         sizes_of = [[tuple(shard.size) for shard in kept] for kept in kept_of]
         probes_of = [{size: Shard([*size], [0] * len(size)) for size in dict.fromkeys(sizes)} for sizes in sizes_of]
-        # The options themselves, not copies: the perf estimator also notes on them whether they are weighted.
+        # Not on copies: the perf estimator sets is_weighted on the options.
         held = [{name: vars(option)[name] for name in SHARDS & vars(option).keys()} for option in sharding_options]
         try:
             for option, probes in zip(sharding_options, probes_of, strict=True):
@@ -74,8 +69,7 @@ class OncePerSize(ShardEstimator):
 
 
 class TrainedOrServed(ShardEstimator):
-    """One estimator for tables that are trained, another for quantized ones. Raises PlannerError where the first knows
-    nothing of a kernel that the planner has no costs of."""
+    """One estimator for trained tables, another for quantized ones; PlannerError if no one prices a kernel."""
 
     def __init__(self, trained: ShardEstimator, served: ShardEstimator) -> None:
         self._trained, self._served = trained, served
@@ -98,7 +92,7 @@ class TrainedOrServed(ShardEstimator):
 
 
 def unpriced(option: ShardingOption, why: str) -> PlannerError:
-    """Return the error of an option of an unknown kernel that nobody prices."""
+    """Make the error of an option whose kernel is unknown and has no price."""
     return refused(
         f"table {fqn_of(option)!r} is to use compute kernel {option.compute_kernel!r}, whose cost is unknown: {why}. "
         "Give the planner an enumerator with an estimator that sets its perf, or allow one of "
@@ -107,7 +101,7 @@ def unpriced(option: ShardingOption, why: str) -> PlannerError:
 
 
 class WithLengths(ShardEstimator):
-    """An estimator to which the tables of some names have other ``input_lengths``."""
+    """An estimator that sees other ``input_lengths`` of some tables, by name."""
 
     def __init__(self, estimator: ShardEstimator, lengths: Mapping[str, list[float]]) -> None:
         self._estimator, self._lengths = estimator, lengths
@@ -127,8 +121,7 @@ class WithLengths(ShardEstimator):
 def torchrec_estimators(
     topology: Topology, constraints: dict[str, ParameterConstraints] | None = None
 ) -> list[ShardEstimator]:
-    """The estimators of perf and of storage that the installed ``EmbeddingEnumerator`` makes, faster; quantized tables
-    have TorchRec's perf of inference."""
+    """Return ``EmbeddingEnumerator``'s perf and storage estimators, faster; quantized tables have inference perf."""
     perf, storage = compat.default_estimators(topology, constraints)
     served = type(perf)(topology=topology, constraints=constraints, is_inference=True)
     return [TrainedOrServed(OncePerSize(perf), OncePerSize(served)), OncePerSize(storage)]
@@ -139,14 +132,14 @@ def estimate_all(
     sharding_options: list[ShardingOption],
     sharders: Sequence[ModuleSharder[nn.Module]],
 ) -> None:
-    """Let every estimator set its part of every shard, in place, whatever version of TorchRec is installed."""
+    """Let every estimator set its part of every shard, in place, for any TorchRec version."""
     arguments = compat.sharders_for_estimators(sharders)
     for estimator in estimators:
         estimator.estimate(sharding_options, **arguments)
 
 
 def sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
-    """A sharder that offers some of its tables alone."""
+    """Return a copy of a sharder that offers only some tables."""
 
     def shardable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         offered = sharder.shardable_parameters(module)
@@ -158,17 +151,14 @@ def sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module
 
 
 class FastEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator: the same options with the same estimates, but equal blocks of rows also on ranks of
-    unequal memory.
+    """TorchRec's enumerator, with equal blocks of rows also on ranks of unequal memory.
 
-    Tables keep TorchRec's order; the options of one table are sorted by sharding type and compute kernel, since
-    TorchRec's own order changes with Python's hash seed.
+    A table's options are sorted by sharding type and kernel, since TorchRec's order changes with Python's hash seed.
 
     Args:
         topology, batch_size, constraints, estimator: see TorchRec's ``EmbeddingEnumerator``.
-        variants: further ways to shard a table, made of an option; none by default. TorchRec enumerates one width of
-            column slices per table.
-        prepare: may change an option, such as its ``input_lengths``, each time before it is estimated.
+        variants: makes further options of one; none by default.
+        prepare: changes an option, such as its ``input_lengths``, before each estimate.
     """
 
     def __init__(
@@ -213,8 +203,7 @@ class FastEnumerator(EmbeddingEnumerator):
     def _in_parts(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], tables: list[TableKey], at_once: int
     ) -> list[ShardingOption]:
-        """The options of some tables after those of others: TorchRec makes every shard of all that it enumerates before
-        any can be kept once."""
+        """Enumerate some tables at a time, since TorchRec makes all their shards before equal ones are grouped."""
         options: list[ShardingOption] = []
         stored: list[ShardingOption] = []
         for first in range(0, len(tables), at_once):
@@ -227,14 +216,14 @@ class FastEnumerator(EmbeddingEnumerator):
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """See ``torchrec.distributed.planner.types.Enumerator``."""
         if self._enumerating:
-            # The list that ``enumerate`` copies and returns.
-            sharding_options[:] = self._chosen(sharding_options)
+            # In place: ``enumerate`` copies and returns this list.
+            sharding_options[:] = self._with_variants(sharding_options)
         if self._prepare is not None:
             for option in sharding_options:
                 self._prepare(option)
         super().populate_estimates(sharding_options)
 
-    def _chosen(self, options: list[ShardingOption]) -> list[ShardingOption]:
+    def _with_variants(self, options: list[ShardingOption]) -> list[ShardingOption]:
         chosen: list[ShardingOption] = []
         for of_table in by_table(options).values():
             ways: list[ShardingOption] = []

@@ -1,6 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""FBGEMM's kernels by TorchRec's names, one row each. Estimates of the options price other kernels, such as
-``customized_kernel``. Read everywhere, also before torch is imported: this module imports nothing."""
+"""FBGEMM's kernels by TorchRec's names, one row each; options of other kernels are priced by their estimates.
+
+This module imports nothing, since it is read before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,15 @@ class Kernel:
     """One compute kernel."""
 
     memory: str
-    """Where the weights live, one of :data:`~dreamshard_planner.workload.tables.MEMORIES`."""
+    """Memory of the weights, one of :data:`~dreamshard_planner.workload.tables.MEMORIES`."""
     dense: bool = False
-    """Whether gradients leave the kernel, as large as the table, for an optimizer of the script's own."""
+    """True if table-sized gradients leave the kernel for an optimizer outside."""
     store: bool = False
-    """Whether rows lie in a key-value store; hits of the caches before it are not counted on. TorchRec takes such a
-    kernel only where a constraint names it."""
+    """True for a key-value store, which TorchRec uses only if a constraint names it; its cache hits are not counted."""
     virtual: bool = False
-    """Whether the table's config must ask for a table that grows with its ids, so that a list of tables cannot."""
+    """True if the table grows with its ids, for which its config must ask."""
     serves: bool = False
-    """Whether it serves quantized tables: they are read, and never trained."""
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the weights live in the device's own memory."""
-        return self.memory == "device"
+    """True for quantized tables, which are never trained."""
 
 
 FUSED, CACHING, DENSE, KEY_VALUE, QUANT = "fused", "fused_uvm_caching", "dense", "key_value", "quant"
@@ -46,17 +42,16 @@ KERNELS = {
 }
 FUSED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.dense and not kernel.serves)
 CPU_OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_rowwise_adagrad", "emainplace_rowwise_adagrad")
-"""In-backward optimizers of FBGEMM's fused kernels on CPUs; others end in an AssertionError when the model is sharded.
-Seen by running every optimizer of FBGEMM 1.8."""
+"""In-backward optimizers of FBGEMM's CPU kernels, seen by running all of FBGEMM 1.8; others fail in an assertion."""
 CPU_WEIGHTS = ("float32", "float16")
-"""Types of weights that FBGEMM's fused and dense kernels train on CPUs; others fail in the first step."""
+"""Weight types that FBGEMM trains on CPUs; others fail in the first step."""
 CPU_OUTPUTS = ("float32", "float16")
-"""Types of pooled or gathered outputs that FBGEMM's fused kernels have on CPUs; others fail in the first step."""
+"""Output types of FBGEMM's fused kernels on CPUs; others fail in the first step."""
 SERVING_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.serves)
 
 
 def is_known(name: str) -> bool:
-    """Whether the planner has costs of a kernel; else the estimates of its options are its price."""
+    """Return whether the planner has costs of a kernel."""
     return name in KERNELS
 
 
@@ -66,28 +61,27 @@ def kernel_of(name: str) -> Kernel:
 
 
 def memory_of(name: str) -> str:
-    """Where a kernel's weights live; the device for an unknown kernel."""
+    """Return the memory of a kernel's weights; the device's for an unknown kernel."""
     return kernel_of(name).memory
 
 
 def in_host_memory(name: str) -> bool:
-    """Whether a GPU reads a kernel's weights over its link to the host, cached or not."""
+    """Return whether a GPU reads the weights over its link to the host, cached or not."""
     return memory_of(name) in ("uvm", "uvm_caching")
 
 
 def fuses_as(name: str) -> str:
-    """What TorchRec groups tables by: wherever their weights live, fused kernels are one, and those that serve. An
-    unknown kernel is apart from all others."""
+    """Return the kernel that TorchRec groups tables by: one for fused kernels of any memory, one for serving ones."""
     kernel = kernel_of(name)
     apart = kernel.dense or kernel.store or not is_known(name)
     return name if apart else QUANT if kernel.serves else FUSED
 
 
 def serves(name: str) -> bool:
-    """Whether a kernel serves quantized tables."""
+    """Return whether a kernel serves quantized tables."""
     return kernel_of(name).serves
 
 
 def sharding_in_words(sharding_type: str, kernel: str) -> str:
-    """``row_wise``, or ``row_wise fused_uvm`` where the weights don't live in the device's own memory."""
-    return sharding_type if kernel in KERNELS and KERNELS[kernel].on_device else f"{sharding_type} {kernel}"
+    """Return ``row_wise``, or ``row_wise fused_uvm`` for weights outside the device's own memory."""
+    return sharding_type if kernel in KERNELS and memory_of(kernel) == "device" else f"{sharding_type} {kernel}"

@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's sharding options: names and types of their tables, and their shards, of which equal ones are kept once.
+"""Sharding options, whose equal shards are kept once.
 
-Options x ranks is millions of shards where models and clusters are large; TorchRec makes an object, two lists and an
-estimate of each, and looks at nothing but their sizes.
+Large models on large clusters have millions of shards (options x ranks). TorchRec makes an object, two lists and an
+estimate for each, and reads only their sizes.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec
 
 SHARDS = {"shards", "_runs", "_ranks", "_shards"}
-"""Attributes that hold shards, of TorchRec's options and of ours."""
+"""Attributes that hold the shards of TorchRec's options and of ours."""
 _ATOMS = (str, int, type(None))
-"""Of which copies are the same object."""
+"""Immutable types, which need no copy."""
 
 
 @dataclass(slots=True)
 class AlikeShards:
-    """Shards of one option that follow on each other, of one size and with the same estimates."""
+    """Consecutive shards of one option with equal sizes and estimates."""
 
     first: Shard
-    """It holds the estimates of all."""
+    """First shard, with the estimates of all."""
     step: tuple[int, int]
     """Rows and columns from one to the next."""
     count: int = 1
 
     def offset(self, index: int) -> list[int]:
-        """Row and column at which one of them starts."""
+        """Return the first row and column of a shard."""
         row, column = self.first.offset
         return [row + index * self.step[0], column + index * self.step[1]]
 
     def all(self) -> list[Shard]:
-        """Each as TorchRec has it."""
+        """Return each shard as an object of TorchRec's."""
         one = self.first
         return [Shard([*one.size], self.offset(index), one.storage, one.perf) for index in range(self.count)]
 
     def copied(self, estimated: bool = True) -> AlikeShards:
-        """The same, to estimate otherwise."""
+        """Return a copy, to be estimated anew."""
         one = self.first
         estimates = (one.storage, one.perf) if estimated else ()
         return AlikeShards(Shard([*one.size], [*one.offset], *estimates), self.step, self.count)
 
 
 def alike(shards: Iterable[Shard]) -> list[AlikeShards]:
-    """Shards of one option without ranks, those that are alike once."""
+    """Group the shards of one option, without ranks."""
     runs: list[AlikeShards] = []
-    row = column = 0  # where the next one of the last run would start
+    row = column = 0  # start of the next shard of the last run
     for shard in shards:
         if runs:
             run = runs[-1]
@@ -74,9 +74,10 @@ def alike(shards: Iterable[Shard]) -> list[AlikeShards]:
 
 
 class EnumeratedOption(ShardingOption):
-    """TorchRec's option, whose shards are kept as :class:`AlikeShards` until somebody asks for each of them. Deep
-    copies share tensor and module, as TorchRec's do, and the shards' estimates, which TorchRec replaces and never
-    changes in place. Enumerators and partitioners copy many of them."""
+    """TorchRec's option, with shards kept as :class:`AlikeShards` until each is asked for.
+
+    Deep copies, of which TorchRec makes many, share tensor, module and estimates, which it never changes in place.
+    """
 
     _runs: list[AlikeShards] | None
     _ranks: list[int | None] | None
@@ -84,7 +85,7 @@ class EnumeratedOption(ShardingOption):
 
     @classmethod
     def of(cls, option: ShardingOption) -> Self:
-        """``option`` with its own attributes, not copied; a list of shards without ranks as those that are alike."""
+        """Return ``option`` with its own attributes, not copied; shards without ranks are grouped."""
         result = cls.__new__(cls)
         result.__dict__.update(vars(option))
         shards = result.__dict__.pop("shards", None)
@@ -96,7 +97,7 @@ class EnumeratedOption(ShardingOption):
 
     @property
     def shards(self) -> list[Shard]:
-        """Each of them, which from now on may be changed one by one."""
+        """All shards; from now on they may be changed one by one."""
         if self._runs is not None:
             shards = [*chain.from_iterable(run.all() for run in self._runs)]
             for shard, rank in zip(shards, self._ranks or (), strict=self._ranks is not None):
@@ -109,7 +110,7 @@ class EnumeratedOption(ShardingOption):
         self._runs, self._ranks, self._shards = None, None, shards
 
     def forget_estimates(self) -> None:
-        """Leave sizes and offsets alone."""
+        """Drop all estimates; sizes and offsets stay."""
         self._runs, self._ranks = [run.copied(estimated=False) for run in runs_of(self)], None
 
     @property
@@ -118,7 +119,7 @@ class EnumeratedOption(ShardingOption):
 
     @property
     def total_perf(self) -> float:
-        """Added up one by one, as TorchRec does, to the last bit."""
+        """Sum over all shards one by one, equal to TorchRec's to the last bit."""
         each = (repeat(shard.perf.total, count) for shard, count in counted(self))
         return reduce(add, chain.from_iterable(each), 0)
 
@@ -148,27 +149,27 @@ class EnumeratedOption(ShardingOption):
 
 
 class OwnOption(EnumeratedOption):
-    """An option of the planner's own, which TorchRec's enumerator does not offer."""
+    """An option that TorchRec's enumerator does not offer."""
 
 
 def is_torchrecs(option: ShardingOption) -> bool:
-    """Whether TorchRec's enumerator offers the option."""
+    """Return whether TorchRec's enumerator offers the option."""
     return not isinstance(option, OwnOption)
 
 
 def runs_of(option: ShardingOption) -> list[AlikeShards]:
-    """The option's shards, alike ones once where it keeps them so."""
+    """Return the option's shards, grouped if it keeps them so."""
     kept = option._runs if isinstance(option, EnumeratedOption) else None
     return [AlikeShards(shard, (0, 0)) for shard in option.shards] if kept is None else kept
 
 
 def counted(option: ShardingOption) -> list[tuple[Shard, int]]:
-    """Shards that the option keeps, and how many each stands for. Estimates are set on these."""
+    """Return the shards that hold estimates, and how many equal shards each stands for."""
     return [(run.first, run.count) for run in runs_of(option)]
 
 
 def places_of(option: ShardingOption) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """First row and column of each shard, and how many rows and columns it has."""
+    """Return offset and size of each shard, as (row, column) and (rows, columns)."""
     kept = option._runs if isinstance(option, EnumeratedOption) else None
     if kept is None:
         return [(_pair(shard.offset), _pair(shard.size)) for shard in option.shards]
@@ -181,14 +182,14 @@ def _pair(values: Sequence[int]) -> tuple[int, int]:
 
 
 def ranks_of(option: ShardingOption) -> list[int | None]:
-    """Of each shard."""
+    """Return the rank of each shard."""
     if isinstance(option, EnumeratedOption) and option._runs is not None:
         return [None] * option.num_shards if option._ranks is None else [*option._ranks]
     return [shard.rank for shard in option.shards]
 
 
 def set_ranks(option: ShardingOption, ranks: Sequence[int | None] | None) -> None:
-    """Set those of all shards; None to take them away."""
+    """Set the ranks of all shards; None to remove them."""
     if isinstance(option, EnumeratedOption) and option._runs is not None:
         option._ranks = None if ranks is None else [*ranks]
         return
@@ -197,42 +198,37 @@ def set_ranks(option: ShardingOption, ranks: Sequence[int | None] | None) -> Non
 
 
 def set_perf(option: ShardingOption, perf: Sequence[Perf]) -> None:
-    """Set that of all shards; those that are kept once share it."""
+    """Set the perf of all shards; grouped shards share it."""
     left, kept = iter(perf), counted(option)
     perf_of = [[*islice(left, count)] for _, count in kept]
-    if any(one is not of_run[0] for of_run in perf_of for one in of_run):  # alike in size alone
+    if any(one is not of_run[0] for of_run in perf_of for one in of_run):  # equal sizes, different perf
         kept, perf_of = [(shard, 1) for shard in option.shards], [[one] for one in perf]
     for (shard, _), of_run in zip(kept, perf_of, strict=True):
         shard.perf = of_run[0]
 
 
 def refused(reason: str) -> PlannerError:
-    """The error of constraints, options or rules that leave no plan, or cannot be meant."""
+    """Make the error of constraints, options or rules that leave no plan."""
     return PlannerError(reason, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
 def lacks_room(reason: str) -> PlannerError:
-    """The error of tables that memory, or rules of placement, leave no ranks."""
+    """Make the error of tables that do not fit."""
     return PlannerError(reason, PlannerErrorType.INSUFFICIENT_STORAGE)
 
 
 def cannot_lie_so(reason: str) -> PlannerError:
-    """The error of shards on ranks where TorchRec would not run them."""
+    """Make the error of shards on ranks on which TorchRec does not run them."""
     return PlannerError(reason, PlannerErrorType.PARTITION)
 
 
 def fqn_of(option: ShardingOption) -> str:
-    """Fully qualified name of the option's table, without the dot that TorchRec's begins with where the module that is
-    sharded is the whole model."""
+    """Return the fully qualified name of the table, without TorchRec's leading dot if the module is the model."""
     return option.fqn.removeprefix(".")
 
 
 def type_of(option: ShardingOption) -> ShardingTypeSpec:
-    """What TorchRec does with the option's table.
-
-    Raises:
-        PlannerError: the type is none that is known.
-    """
+    """Return the row of the option's sharding type; PlannerError if it is unknown."""
     if option.sharding_type not in SHARDING_TYPES:
         raise refused(
             f"table {fqn_of(option)!r}: unknown sharding type {option.sharding_type!r}; known are "
@@ -242,7 +238,7 @@ def type_of(option: ShardingOption) -> ShardingTypeSpec:
 
 
 def by_table(options: Iterable[ShardingOption]) -> dict[str, list[ShardingOption]]:
-    """The options of each table, by its fully qualified name; tables and options in the order in which they come."""
+    """Group options by the fully qualified names of their tables, in the given order."""
     tables: dict[str, list[ShardingOption]] = {}
     for option in options:
         tables.setdefault(fqn_of(option), []).append(option)
@@ -250,7 +246,7 @@ def by_table(options: Iterable[ShardingOption]) -> dict[str, list[ShardingOption
 
 
 def same_option(one: ShardingOption, other: ShardingOption) -> bool:
-    """Whether two options of one table shard it alike. Options of an unknown kernel may differ in estimates alone."""
+    """Return whether two options of one table are equal; options of an unknown kernel also differ by estimates."""
     one_way, other_way = (
         (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards)
         for option in (one, other)
@@ -263,6 +259,6 @@ def same_option(one: ShardingOption, other: ShardingOption) -> bool:
 
 
 def same_options(plan: Sequence[ShardingOption], other: Sequence[ShardingOption]) -> bool:
-    """Whether two plans shard the same tables in the same way, on whatever ranks."""
+    """Return whether two plans have equal options for the same tables, on any ranks."""
     mine, theirs = ({fqn_of(option): option for option in options} for options in (plan, other))
     return mine.keys() == theirs.keys() and all(same_option(mine[fqn], theirs[fqn]) for fqn in mine)

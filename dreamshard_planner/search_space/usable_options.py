@@ -1,18 +1,44 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Which of an enumerator's options are searched: those that constraints allow and that run, each once."""
+"""Options that are searched: those of an enumerator that are allowed and run, and further slices and caches.
+
+TorchRec enumerates one width of column slices per table (``min_partition``, by default 128 columns) and one cache size
+(a fifth of the rows) for tables in host memory.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TypeVar
 
+import torch
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Shard, ShardingOption, Topology
+from torchrec.distributed.planner.utils import reset_shard_rank, sharder_name
+from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.kernels import is_known, kernel_of, serves
-from dreamshard_planner.search_space.options import by_table, counted, fqn_of, is_torchrecs, refused, runs_of, type_of
+from dreamshard_planner.search_space.kernels import CACHING, in_host_memory, is_known, kernel_of, serves
+from dreamshard_planner.search_space.modules import exchange_codecs, fused_params, output_type
+from dreamshard_planner.search_space.options import (
+    EnumeratedOption,
+    OwnOption,
+    by_table,
+    counted,
+    fqn_of,
+    is_torchrecs,
+    lacks_room,
+    ranks_of,
+    refused,
+    runs_of,
+    same_option,
+    set_ranks,
+    type_of,
+)
 from dreamshard_planner.search_space.sharding_types import (
     MISSED_ROWS,
     MOST_CUDA_COLUMNS,
@@ -20,26 +46,132 @@ from dreamshard_planner.search_space.sharding_types import (
     CutFacts,
     first_reason,
 )
-from dreamshard_planner.support.formatting import first_of
+from dreamshard_planner.support.formatting import first_of, ranks_in_words
+from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
+
+LEAST_HALF = 16
+"""Fewest columns of a half: reading a row costs at least a sector or two of memory."""
+COLUMNS_APART = 4
+"""FBGEMM's kernels want widths that are multiples of this."""
+HEAVY = 0.5
+"""Share of a rank's even load from which a table is worth halving."""
+CACHE_SHARES = (0.01, 0.05, 0.1, 0.4, 0.7)
+"""Cached shares of a table's rows, beside TorchRec's fifth."""
+
+
+class Halves(OwnOption):
+    """Two halves of a table that TorchRec's default width leaves whole."""
+
+
+Own = TypeVar("Own", bound=OwnOption)
+
+
+def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[OwnOption]:
+    """Return the option with 2, 4, ... slices merged into one, or a single slice halved. All slices stay equal.
+
+    Each slice repeats every lookup, so two slices are often enough. Options of an EmbeddingCollection, whose slices
+    must have one width, and of unknown kernels, which an estimator prices as enumerated, get none.
+
+    Args:
+        option: TorchRec's.
+        asked: names of tables whose constraints give a ``min_partition``; these are not halved.
+    """
+    spec = type_of(option)
+    fixed = spec.span != "rank" or isinstance(option.module[1], EmbeddingCollection | nn.EmbeddingBag)
+    if fixed or not spec.splits_columns or not is_known(option.compute_kernel):
+        return []
+    if option.num_shards == 1:
+        width = option.shards[0].size[1]
+        even = width % (2 * COLUMNS_APART) == 0 and width // 2 >= LEAST_HALF
+        return [_sliced(Halves, option, [width // 2] * 2)] if even and option.name not in asked else []
+    wider, merged = [], 2
+    while 2 * merged <= option.num_shards:
+        if option.num_shards % merged == 0:
+            widths = [shard.size[1] for shard in option.shards]
+            joined = [sum(widths[start : start + merged]) for start in range(0, len(widths), merged)]
+            wider.append(_sliced(OwnOption, option, joined))
+        merged *= 2
+    return wider
+
+
+def _sliced(kind: type[Own], option: EnumeratedOption, widths: Sequence[int]) -> Own:
+    result, rows = kind.of(option), option.shards[0].size[0]
+    starts = accumulate(widths[:-1], initial=0)
+    result.shards = [Shard([rows, width], [0, start]) for width, start in zip(widths, starts, strict=True)]
+    return result
+
+
+def without_idle_halves(options: Sequence[ShardingOption], ranks: int) -> list[ShardingOption]:
+    """Return the options without halves of light tables, which level nothing and take time to search.
+
+    Args:
+        options: with estimates.
+        ranks: number of ranks that share the tables.
+    """
+    least_ms = {table: min(option.total_perf for option in choices) for table, choices in by_table(options).items()}
+    # Twice as many equal tables as ranks are at the limit, but for rounding.
+    heavy_ms = (1 + 1e-9) * HEAVY * sum(least_ms.values()) / ranks
+    return [option for option in options if not isinstance(option, Halves) or least_ms[fqn_of(option)] > heavy_ms]
+
+
+LoadFactor = Callable[[ShardingOption], float | None]
+"""Returns the load factor that a constraint or the module's ``fused_params`` ask for, or None."""
+
+
+def other_sizes(options: Iterable[ShardingOption], given: LoadFactor) -> list[OwnOption]:
+    """Return copies of cached options at other cache sizes, without estimates; none for given sizes and towers."""
+    sized = [
+        _with_share(option, share)
+        for option in options
+        if option.compute_kernel == CACHING and not option.dependency and given(option) is None
+        for share in CACHE_SHARES
+    ]
+    for option in sized:
+        option.forget_estimates()
+    return sized
+
+
+def all_sized(plan: list[ShardingOption], given: LoadFactor) -> list[ShardingOption]:
+    """Return the plan with a cache size for all cached tables if some have one.
+
+    TorchRec gives a kernel the mean size that its tables name, also for tables that name none.
+
+    Args:
+        plan: one option per table; itself returned if nothing changes.
+        given: reads sizes.
+    """
+    cached = [option for option in plan if option.compute_kernel == CACHING]
+    unsized = {fqn_of(option) for option in cached if given(option) is None}
+    if len(unsized) in (0, len(cached)):
+        return plan
+    return [_with_share(option, CACHE_LOAD_FACTOR) if fqn_of(option) in unsized else option for option in plan]
+
+
+def uses_host_memory(plan: Iterable[ShardingOption]) -> bool:
+    """Return whether some table lies in host memory, cached or not."""
+    return any(in_host_memory(option.compute_kernel) for option in plan)
+
+
+def _with_share(option: ShardingOption, share: float) -> OwnOption:
+    result = OwnOption.of(option)
+    result.cache_params = replace(option.cache_params or CacheParams(), load_factor=share)
+    return result
 
 
 def as_constrained(
     search_space: Sequence[ShardingOption], constraints: Mapping[str, ParameterConstraints]
 ) -> list[ShardingOption]:
-    """The options whose sharding types the constraints allow: a user's own enumerator knows neither these constraints
-    nor what exact training leaves out.
+    """Return the options whose types the constraints allow, which a user's own enumerator does not know.
 
     Raises:
         PlannerError: a table has none.
     """
-    types: dict[str, Collection[str]] = {}
+    types: dict[str, set[str]] = {}
     for name, constraint in constraints.items():
         if constraint.sharding_types:
             also = [kind for kind, spec in SHARDING_TYPES.items() if spec.runs_as in constraint.sharding_types]
             types[name] = {*constraint.sharding_types, *also}
-    kept = [
-        option for option in search_space if option.sharding_type in types.get(option.name, (option.sharding_type,))
-    ]
+    kept = [option for option in search_space if option.name not in types or option.sharding_type in types[option.name]]
     left = by_table(kept)
     for fqn, options in by_table(search_space).items():
         if fqn not in left:
@@ -53,10 +185,10 @@ def as_constrained(
 
 
 def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
-    """The options that run, and of several that run alike only one.
+    """Return the options that run; of options that run alike, one.
 
     Raises:
-        PlannerError: where a table has none, or column widths that one EmbeddingCollection can't mix.
+        PlannerError: a table has none, or only slices of another width than its EmbeddingCollection's.
     """
     usable: dict[str, list[ShardingOption]] = {}
     for fqn, options in by_table(search_space).items():
@@ -72,7 +204,7 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
 
 
 def never_run(search_space: Sequence[ShardingOption], compute_device: str) -> tuple[str, ...]:
-    """What TorchRec's own planner might choose and cannot run, in words."""
+    """Name options that TorchRec's own planner may choose and that do not run, with the reasons."""
     tables: dict[tuple[str, str], list[str]] = {}
     for option in filter(is_torchrecs, search_space):
         if reason := broken_cut(option, compute_device):
@@ -85,7 +217,7 @@ def never_run(search_space: Sequence[ShardingOption], compute_device: str) -> tu
 
 
 def broken_cut(option: ShardingOption, compute_device: str) -> str | None:
-    """Why the option is never proposed, though its type may be; None where it may be as well."""
+    """Return why the option is never proposed though its type may be, or None if it may be as well."""
     reasons, sizes = type_of(option).broken_cuts, [shard.size for shard, _ in counted(option)]
     kernel = option.compute_kernel
     facts = CutFacts(
@@ -104,9 +236,11 @@ def broken_cut(option: ShardingOption, compute_device: str) -> str | None:
 
 
 def misses_rows(option: ShardingOption) -> bool:
-    """Whether some block starts or ends elsewhere than TorchRec's lookup assumes: at multiples of the rows over the
-    blocks, rounded up. The lookups of served and of virtual tables know where each block lies. Shards that do not add
-    up to the table are placeholders of an enumerator whose user replaces them: TorchRec runs no such shards."""
+    """Return whether a block starts or ends elsewhere than TorchRec's lookup assumes: at equal blocks, rounded up.
+
+    The lookups of served and of virtual tables know their blocks. Shards that do not add up to the table are
+    placeholders of an enumerator, which TorchRec does not run.
+    """
     kernel, runs = kernel_of(option.compute_kernel), runs_of(option)
     rows, columns = option.tensor.shape
     held = sum(math.prod(run.first.size) * run.count for run in runs)
@@ -124,56 +258,61 @@ def misses_rows(option: ShardingOption) -> bool:
 
 
 def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, list[ShardingOption]]:
-    """The options without those of one slice or block where no table of the module may be in several: that is the whole
-    table in a kernel and an exchange of its own. Beside others of that type it shares theirs, unless these would have
-    to be as wide, as in an EmbeddingCollection."""
+    """Leave out options of one slice or block unless they share kernel and exchange with others of their type.
 
-    def is_alone(option: ShardingOption, whole: Collection[str]) -> bool:
-        return not type_of(option).is_whole and option.num_shards == 1 and option.compute_kernel in whole
-
-    def joins(option: ShardingOption) -> bool:
-        one_width = isinstance(option.module[1], EmbeddingCollection)
-        return (option.path, option.sharding_type) in shared and not one_width
-
-    whole = {
-        fqn: {option.compute_kernel for option in options if type_of(option).is_whole}
-        for fqn, options in tables.items()
-    }
-    shared = {
-        (option.path, option.sharding_type)
-        for fqn, options in tables.items()
-        for option in options
-        if not is_alone(option, whole[fqn])
-    }
-    # Those that join others last, so that ties go to whole tables.
-    return {
-        fqn: [one for one in options if not is_alone(one, whole[fqn])]
-        + [one for one in options if is_alone(one, whole[fqn]) and joins(one)]
-        for fqn, options in tables.items()
-    }
+    Alone, such an option is the whole table with a kernel and an exchange of its own. In an EmbeddingCollection it
+    would have to be as wide as the others, so it is left out.
+    """
+    shared: set[tuple[str, str]] = set()
+    alone: dict[str, list[ShardingOption]] = {}
+    for fqn, options in tables.items():
+        whole = {option.compute_kernel for option in options if type_of(option).is_whole}
+        for option in options:
+            if not type_of(option).is_whole and option.num_shards == 1 and option.compute_kernel in whole:
+                alone.setdefault(fqn, []).append(option)
+            else:
+                shared.add((option.path, option.sharding_type))
+    kept = {}
+    for fqn, options in tables.items():
+        lone = alone.get(fqn, [])
+        left = {id(option) for option in lone}
+        kept[fqn] = [option for option in options if id(option) not in left]
+        # Last, so that ties go to whole tables.
+        kept[fqn] += [
+            option
+            for option in lone
+            if (option.path, option.sharding_type) in shared and not isinstance(option.module[1], EmbeddingCollection)
+        ]
+    return kept
 
 
 def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
-    """The options without column slices of a second width in one EmbeddingCollection, which TorchRec cannot mix. The
-    width that stays is the one with most weights among tables that can only be split by columns, else among all."""
+    """Keep one width of column slices per EmbeddingCollection, since TorchRec cannot mix widths.
+
+    This is the width with most weights among tables that can only be split by columns, else among all.
+    """
+
+    def in_slices(option: ShardingOption) -> bool:
+        return type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)
+
     widths: dict[str, Counter[int]] = {}
     forced: dict[str, Counter[int]] = {}
     for options in tables.values():
         only = all(type_of(option).splits_columns for option in options)
-        for option in options:
-            if type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection):
-                width = counted(option)[0][0].size[1]
-                for counter in (widths, forced) if only else (widths,):
-                    counter.setdefault(option.path, Counter())[width] += option.tensor.numel()
-    common = {path: _common(forced.get(path, counter)) for path, counter in widths.items()}
+        for option in filter(in_slices, options):
+            width = counted(option)[0][0].size[1]
+            for counter in (widths, forced) if only else (widths,):
+                counter.setdefault(option.path, Counter())[width] += option.tensor.numel()
+    common = {}
+    for path, counter in widths.items():
+        weights = forced.get(path, counter)
+        common[path] = max(weights, key=lambda width: (weights[width], -width))
     kept = []
     for fqn, options in tables.items():
         fitting = [
             option
             for option in options
-            if not type_of(option).splits_columns
-            or option.path not in common
-            or {shard.size[1] for shard, _ in counted(option)} == {common[option.path]}
+            if not in_slices(option) or {shard.size[1] for shard, _ in counted(option)} == {common[option.path]}
         ]
         if not fitting:
             raise refused(
@@ -185,5 +324,107 @@ def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[S
     return kept
 
 
-def _common(widths: Counter[int]) -> int:
-    return max(widths, key=lambda width: (widths[width], -width))
+def mixed_exchanges(
+    plan: Sequence[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]], world_size: int
+) -> list[str]:
+    """Return an error for each exchange whose ranks would send different types.
+
+    A rank sends the common type of its tables, float32 without tables, and expects the same of all others.
+
+    Args:
+        plan: with ranks.
+        sharders: of its modules; quantized exchanges have one type.
+        world_size: number of ranks.
+    """
+    sharder_of = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    exchanged: dict[tuple[str, str], list[tuple[ShardingOption, torch.dtype]]] = {}
+    for option in plan:
+        sharder = sharder_of.get(sharder_name(type(option.module[1])))
+        # Towers, which have a dependency, exchange within their host.
+        alike = type_of(option).is_replicated or serves(option.compute_kernel) or option.dependency
+        if not alike and not exchange_codecs(sharder):
+            output = output_type(fused_params(option.module[1], sharder, option.output_dtype))
+            exchanged.setdefault((option.path, option.sharding_type), []).append((option, output))
+    texts = []
+    for (path, kind), tables in exchanged.items():
+        types: dict[int | None, torch.dtype] = {}
+        for option, output in tables:
+            for rank in {*ranks_of(option)}:
+                types[rank] = torch.promote_types(types.get(rank, output), output)
+        sent: dict[torch.dtype, list[int]] = {}
+        for rank in range(world_size):
+            sent.setdefault(types.get(rank, torch.float32), []).append(rank)
+        if len(sent) == 1:
+            continue
+        named = first_of([f"{fqn_of(option)!r} {_name(output)}" for option, output in tables])
+        by_ranks = ", ".join(f"{_name(output)} by {ranks_in_words(ranks)}" for output, ranks in sent.items())
+        texts.append(
+            f"TorchRec cannot exchange the {kind} outputs of module {path!r}, since ranks would send different types: "
+            f"{by_ranks} (float32 by ranks without such a table). Its tables put out {named}: leave output_dtype out "
+            "of their constraints and sharder, or allow them row_wise alone."
+        )
+    return texts
+
+
+def _name(output: torch.dtype) -> str:
+    return str(output).removeprefix("torch.")
+
+
+def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:
+    """Set the ranks of a proposal's dependent tables: those of one embedding tower, on one host, heaviest first.
+
+    Raises:
+        PlannerError: no host has room for some of them.
+    """
+    dependent = [option for option in proposal if option.dependency]
+    try:
+        GreedyPerfPartitioner().partition(dependent, topology)
+    except PlannerError as error:
+        reset_shard_rank(dependent)
+        largest = max(dependent, key=_bytes)
+        raise lacks_room(
+            f"Tables do not fit: no host has room for all tables of one of "
+            f"{sorted({option.dependency for option in dependent})}, of which the largest, "
+            f"{fqn_of(largest)!r}, needs {_bytes(largest):,} bytes. Larger devices, a "
+            "smaller storage reservation, or fewer tables per tower would help."
+        ) from error
+
+
+def pinned_options(
+    options: Sequence[ShardingOption], topology: Topology, given: Sequence[ShardingOption] | None
+) -> list[ShardingOption]:
+    """Return the options with one per dependent table, which has ranks: the search places all others around them.
+
+    Args:
+        options: of all tables.
+        topology: left by the storage reservation.
+        given: a plan that fits, whose dependent tables keep option and ranks. None: each table's option of least perf,
+            or of least memory if no host has room.
+
+    Raises:
+        PlannerError: no host has room for some dependent tables.
+    """
+    dependent = by_table(option for option in options if option.dependency)
+    if not dependent:
+        return list(options)
+    free = [option for option in options if not option.dependency]
+    if given is None:
+        pinned = [min(choices, key=lambda option: option.total_perf) for choices in dependent.values()]
+        try:
+            pin(pinned, topology)
+        except PlannerError:
+            pinned = [min(choices, key=_bytes) for choices in dependent.values()]
+            pin(pinned, topology)
+        return [*free, *pinned]
+    pinned = []
+    for option in given:
+        for choice in dependent.get(fqn_of(option), ()):
+            if same_option(choice, option):
+                set_ranks(choice, ranks_of(option))
+                pinned.append(choice)
+    return [*free, *pinned]
+
+
+def _bytes(option: ShardingOption) -> int:
+    storage = option.total_storage
+    return storage.hbm + storage.ddr + storage.ssd

@@ -16,7 +16,7 @@ from dreamshard_planner.planning.search_plan import SearchSettings, place_propos
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline, SearchConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search_space.input_checks import checked_seed
-from dreamshard_planner.search_space.towers import pin
+from dreamshard_planner.search_space.usable_options import pin
 from dreamshard_planner.support.torch_state import neutral, single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
 

@@ -12,7 +12,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.search_space.enumeration import FastEnumerator
 from dreamshard_planner.search_space.options import is_torchrecs
-from dreamshard_planner.search_space.variants import Halves, own_slices, without_idle_halves
+from dreamshard_planner.search_space.usable_options import Halves, own_slices, without_idle_halves
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
