@@ -133,7 +133,7 @@ class OptionReader:
             found, indices = parts_of(option, whole, group, exchanges, with_storage)
             units = units_of(option, [len(parts) + index for index in indices], topology)
             parts += found
-            # Ranks of dependent tables are pinned beforehand, see search_space/towers.py.
+            # Ranks of dependent tables are pinned beforehand, see search_space/usable_options.py.
             pinned = positions_of(option, units) if option.dependency and None not in ranks_of(option) else None
             read[fqn_of(option)].append(Option(units, option.sharding_type, option.compute_kernel, pinned))
         check_hosts(flat, topology)

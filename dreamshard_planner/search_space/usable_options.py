@@ -22,7 +22,7 @@ from torchrec.distributed.planner.utils import reset_shard_rank, sharder_name
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.kernels import CACHING, in_host_memory, is_known, kernel_of, serves
+from dreamshard_planner.search_space.kernels import CACHING, is_known, kernel_of, serves
 from dreamshard_planner.search_space.modules import exchange_codecs, fused_params, output_type
 from dreamshard_planner.search_space.options import (
     EnumeratedOption,
@@ -145,11 +145,6 @@ def all_sized(plan: list[ShardingOption], given: LoadFactor) -> list[ShardingOpt
     if len(unsized) in (0, len(cached)):
         return plan
     return [_with_share(option, CACHE_LOAD_FACTOR) if fqn_of(option) in unsized else option for option in plan]
-
-
-def uses_host_memory(plan: Iterable[ShardingOption]) -> bool:
-    """Return whether some table lies in host memory, cached or not."""
-    return any(in_host_memory(option.compute_kernel) for option in plan)
 
 
 def _with_share(option: ShardingOption, share: float) -> OwnOption:
@@ -304,8 +299,8 @@ def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[S
             for counter in (widths, forced) if only else (widths,):
                 counter.setdefault(option.path, Counter())[width] += option.tensor.numel()
     common = {}
-    for path, counter in widths.items():
-        weights = forced.get(path, counter)
+    for path, of_all in widths.items():
+        weights = forced.get(path, of_all)
         common[path] = max(weights, key=lambda width: (weights[width], -width))
     kept = []
     for fqn, options in tables.items():
