@@ -133,7 +133,7 @@ BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
 
 
 def block(name: str) -> str:
-    """What a page has now."""
+    """Return the present text of a block."""
     return _pattern(name).search(BLOCKS[name][0].read_text())[2].strip()
 
 

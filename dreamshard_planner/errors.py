@@ -52,4 +52,4 @@ class TaskError(DreamShardError, ValueError):
 
 
 class InputWarning(UserWarning):
-    """What was given can be planned with, and is hardly meant; names the table."""
+    """An input that can be planned but is probably a mistake; names the table."""

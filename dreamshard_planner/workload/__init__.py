@@ -1,2 +1,2 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What tables ask of a device: value types, statistics from batches, features, pools."""
+"""Workloads of tables: value types, statistics from batches, features, pools."""
