@@ -52,6 +52,7 @@ from dreamshard_planner.planning.ranks import (
 )
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.result import PlanResult
+from dreamshard_planner.planning.search_plan import SearchSettings, search_near
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
@@ -375,6 +376,28 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlannerError, PlanError: as :meth:`predict`.
         """
         return self._last().saved(name) if plan is None else self._model().saved(plan, name)
+
+    @neutral()
+    def options_of(self, plan: AnyPlan) -> list[ShardingOption]:
+        """Return one option with ranks for every table of any plan of the last planned module; see :meth:`predict`."""
+        return self._model().rated(plan).options
+
+    @neutral()
+    def report_near(self, plan: Sequence[ShardingOption], same_ranks: bool) -> Report:
+        """Search the module of the last :meth:`plan` or :meth:`read` from another job's plan alone.
+
+        Args:
+            plan: one option with ranks for every table, as in :attr:`options` of the other job's planner.
+            same_ranks: whether the other job has the same ranks.
+
+        Raises:
+            PlannerError: the tables do not fit.
+        """
+        model = self._model()
+        options = model.context.searched_options(model.search_space)
+        settings = SearchSettings(model.settings.search, model.settings.seed)
+        found = search_near(model.context, options, model.left, settings, plan, same_ranks)
+        return found.report(model.context.notes(found.options))
 
     def save_plan(self, path: str | Path) -> None:
         """Write the last plan to a file for ``JsonPlanLoader``, on the rank that planned; replaces an existing file.

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Sweeps over GPUs, their kind, batch size and bandwidths, offline: each point is a quickly searched plan of its own.
+"""Sweeps over GPUs, batch sizes and bandwidths, offline. Each point is a plan, searched from the present plan on.
 
 job = Job(model=read_model("tables.json"), machine=Machine(ranks_per_host=8, gpu="h100"), batch_size=8192)
 print(what_if(job, {"ranks": [4, 8, 16], "batch_size": [4096, 8192]}))
@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import DreamShardError, TaskError
@@ -31,7 +30,7 @@ AXES: dict[str, Callable[[Job, Any], Job]] = {
     "intra_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, intra_bytes_per_s=value)),
     "inter_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, inter_bytes_per_s=value)),
 }
-"""Each axis, with the job at another value of it. ``ranks`` counts those of each host."""
+"""Function that sets an axis of a job, by its name. ``ranks`` counts the ranks of a host."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,16 @@ class Point:
     machine: str
     ranks: int
     batch_size: int
-    """Of one rank."""
+    """Samples of one rank."""
     total_ms: float = math.inf
-    """Of one step; infinite if nothing fits."""
+    """Cost of one step; infinite if nothing fits."""
     compute_ms: float = math.inf
-    """Of the slowest rank."""
+    """Compute of the slowest rank."""
     collectives_ms: float = math.inf
     fullest: float = 0.0
-    """Share of the memory left for tables that they take on the fullest rank."""
+    """Used share of the memory left for tables, on the fullest rank."""
     reason: str = ""
-    """Why nothing fits."""
+    """Reason if nothing fits."""
 
     @property
     def fits(self) -> bool:
@@ -60,22 +59,27 @@ class Point:
 
     @property
     def us_per_sample(self) -> float:
-        """Microseconds per sample of all ranks: the gain of scaling."""
+        """Microseconds per sample of all ranks."""
         return self.total_ms * 1e3 / (self.ranks * self.batch_size)
 
     @classmethod
     def of(cls, axis: str, value: float | str, job: Job, found: Report | str) -> Point:
-        """Make it from a report, or from the reason why nothing fits."""
+        """Make a point of a report, or of the reason why nothing fits."""
         point = cls(axis, value, job.machine.title, job.machine.ranks, job.batch_size)
         if isinstance(found, str):
             return replace(point, reason=found)
         chosen = found.chosen
+        filled = [
+            used / max(1, limit)
+            for entry in found.memory
+            for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)
+        ]
         return replace(
             point,
             total_ms=chosen.total_ms,
             compute_ms=max(chosen.rank_ms),
             collectives_ms=chosen.collectives_ms,
-            fullest=max(_filled(found), default=0.0),
+            fullest=max(filled, default=0.0),
         )
 
 
@@ -90,7 +94,7 @@ class WhatIf:
     notes: tuple[Note, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the sweeps for JSON."""
         return asdict(self)
 
 
@@ -99,20 +103,20 @@ class Replanning:
     """Gain of planning again for newer statistics."""
 
     keep_ms: float
-    """Cost of the plan made with the older statistics, by the newer ones."""
+    """Cost of the older statistics' plan, by the newer statistics."""
     again_ms: float
-    """Cost of a plan made with the newer ones."""
+    """Cost of a plan for the newer statistics."""
 
     @property
     def gain(self) -> float:
-        """Share of the cost that planning again takes away; not below 0."""
+        """Share of the cost that planning again saves, at least 0."""
         return max(0.0, 1 - self.again_ms / self.keep_ms) if self.keep_ms > 0 else 0.0
 
 
 def what_if(
     job: Job, vary: Mapping[str, Sequence[Any]], plan_file: Path | None = None, effort: str = "quick"
 ) -> WhatIf:
-    """Plan a job, and its variations one by one.
+    """Plan a job, and from this plan on its variations, one by one.
 
     Args:
         job: the present job.
@@ -128,57 +132,40 @@ def what_if(
     if unknown:
         raise TaskError(f"nothing called {unknown[0]!r} varies; {', '.join(AXES)} do")
     job = replace(job, settings={**job.settings, "effort": effort})
-    plan: ShardingPlan | SavedPlan
     if plan_file is None:
-        planned = job.plan()
-        plan, report = planned.plan, planned.report
+        planner = job.plan().planner
+        plan, report = planner.options, planner.report()
     else:
-        plan = SavedPlan.load(plan_file)
-        report = job.read().saved_plan(plan).report()
+        planner, saved = job.read(), SavedPlan.load(plan_file)
+        plan, report = planner.options_of(saved), planner.saved_plan(saved).report()
     sweeps = {axis: tuple(_point(axis, value, job, plan) for value in values) for axis, values in vary.items()}
     return WhatIf(Point.of("", 0.0, job, report), report.cost_source, sweeps, report.notes)
 
 
-def _point(axis: str, value: Any, present: Job, plan: ShardingPlan | SavedPlan) -> Point:
-    """Plan the present job at another value; keep the present plan if that fits and a new one costs no less."""
+def _point(axis: str, value: Any, present: Job, plan: Sequence[ShardingOption]) -> Point:
+    """Search the present job at another value, from the present plan on."""
     try:
         job = AXES[axis](present, value)
     except DreamShardError as error:
         return Point.of(axis, value, present, str(error))
     try:
-        planned = job.plan()
-        report = planned.report
-        if _ranks(job) == _ranks(present):
-            kept = planned.planner.saved_plan(plan).report()
-            if kept.chosen.total_ms < report.chosen.total_ms and max(_filled(kept), default=0.0) <= 1:
-                report = kept
+        return Point.of(axis, value, job, job.read().report_near(plan, _ranks(job) == _ranks(present)))
     except (PlannerError, DreamShardError) as error:
         return Point.of(axis, value, job, " ".join(str(error).split()))
-    return Point.of(axis, value, job, report)
-
-
-def _filled(report: Report) -> list[float]:
-    """Return the used share of each rank's memory, of each kind."""
-    return [
-        used / max(1, limit)
-        for entry in report.memory
-        for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)
-    ]
 
 
 def _ranks(job: Job) -> tuple[Any, ...]:
-    """Return what must match for one job to take the other's plan."""
     return job.machine.device, job.machine.ranks_per_host, job.machine.hosts
 
 
 def _with_gpu(machine: Machine, gpu: str) -> Machine:
-    """As many of another model, with its own memory and links; a network between hosts that was given stays."""
+    """Return as many of another model, with its own memory and links; a given network between hosts stays."""
     alike = replace(machine, memory_bytes=None, memory_bytes_per_s=None, host_bytes_per_s=None, intra_bytes_per_s=None)
     return replace(alike, gpu=gpu.lower(), cards=())
 
 
 def replanning(job: Job, kept: SavedPlan) -> Replanning:
-    """Compare the cost of a plan that runs with a new one's, both for the job and by its statistics.
+    """Compare the costs of a running plan and of a new one, both for the job and its statistics.
 
     Raises:
         PlannerError: the tables do not fit.
