@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
+from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from paper.placement_mdp import TaskBatch
 from paper.placement_policy import AnyPolicy, greedy_plan, roll_out, score_rollout
 

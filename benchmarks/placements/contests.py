@@ -13,7 +13,7 @@ import torch
 from common.whole_tables import Task, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.problem import Problem
-from dreamshard_planner.search.packing import pack
+from dreamshard_planner.search.placing import pack
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import Table, workloads_of

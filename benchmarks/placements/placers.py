@@ -30,8 +30,8 @@ from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Budget, SearchConfig
-from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.moves import local_search
+from dreamshard_planner.search.placing import HEURISTICS, greedy_by_score, place_by_heuristic
 from placements.contests import Contest
 
 DATA = Path(__file__).parents[1] / "data"

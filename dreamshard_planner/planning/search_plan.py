@@ -22,9 +22,7 @@ from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.effort import NO_DEADLINE, Deadline, SearchConfig
-from dreamshard_planner.search.heuristics import heuristic_placements
-from dreamshard_planner.search.laying import lay_wide
-from dreamshard_planner.search.packing import pack
+from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.kernels import in_host_memory
@@ -109,7 +107,7 @@ def wide_units_laid_down(cost: Cost) -> Chosen:
     Raises:
         PlannerError: the wider units do not fit.
     """
-    laid = lay_wide(cost, (0,) * cost.problem.num_tables)
+    laid = place_wide_units(cost, (0,) * cost.problem.num_tables)
     if laid is None:
         raise infeasible_wide(cost.problem)
     return cost.chosen(laid)

@@ -42,7 +42,7 @@ class SearchConfig:
     """Perturbations without a gain worth having, one after the other, at which re-sharding ends."""
     perturbed_tables: int = 3
     """Tables that a perturbation shards another way at random."""
-    last_moves: int = 20_000
+    last_moves: int = 40_000
     """Moves and swaps of the last descents, from copies of the best plan with shards moved at random."""
     last_patience: int = 24
     """Such copies without improvement, one after the other, at which the search ends."""

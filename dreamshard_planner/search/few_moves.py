@@ -32,8 +32,10 @@ ROUNDS = 60
 SHARPNESS = 40
 """Exponent of the mean of the ranks' costs that stands for the slowest one: nearly as slow ranks have to become faster
 as well."""
+LIGHTEST = 16
+"""Ranks that a unit may move to, in one step: the cheapest."""
 MAX_SWAPS = 400
-"""Of one step: those whose units differ most from zero and least from what would level both ranks."""
+"""Swaps of one step: those that would level both ranks best."""
 
 
 @dataclass(frozen=True)
@@ -196,13 +198,10 @@ class _Walk:
             yield from ([change] for change in sorted({fresh, self._kept.get(table, here)}) if change != here)
 
     def _moved(self, movable: Sequence[tuple[int, int]]) -> Iterator[list[Change]]:
-        """Units of tables anywhere else."""
+        """Move units to the ranks that cost least."""
+        lightest = torch.argsort(self._state.device_ms_D, stable=True)[:LIGHTEST].tolist()
         for table, unit in movable:
-            yield from (
-                [self.sharding.move(table, unit, to)]
-                for to in range(self._problem.num_ranks)
-                if to != self._at(table, unit)
-            )
+            yield from ([self.sharding.move(table, unit, to)] for to in lightest if to != self._at(table, unit))
 
     def _swapped(self, one: int, unit: int, other: int, its: int) -> list[Change]:
         """Units of two tables, each where the other one is."""

@@ -21,8 +21,8 @@ import torch
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Option, Problem, Sharding
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, Budget, Deadline, SearchConfig
-from dreamshard_planner.search.laying import packed_start
 from dreamshard_planner.search.moves import local_search
+from dreamshard_planner.search.placing import packed_start
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts
 from dreamshard_planner.search.states import in_steps

@@ -25,7 +25,7 @@ import numpy as np
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding, has_room
 from dreamshard_planner.search.effort import portion
-from dreamshard_planner.search.laying import lay
+from dreamshard_planner.search.placing import place_units
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 FILLS = (1.0, 0.5, 0.25)
@@ -169,7 +169,7 @@ def _affordable(cost: Cost, asked: OptionTotals, allowed_TO: np.ndarray, fill: f
         if tried_T is None or (options_T != tried_T).any():
             wanted_T = options_T if wanted_T is None else wanted_T
             tried_T, used_M = options_T, asked.bytes_M(options_T)
-            if (used_M <= limits_M).all() and (sharding := lay(cost, options_T.tolist())) is not None:
+            if (used_M <= limits_M).all() and (sharding := place_units(cost, options_T.tolist())) is not None:
                 return _Start(sharding, wanted_T)
         # Ranks fill up before all memory does: what is nearly full gets dearer as well.
         price_M = np.where(used_M > 0.5 * limits_M, np.maximum(2 * price_M, first_M), price_M)
@@ -198,7 +198,7 @@ class _Start:
             some = waiting.pop()
             options_T = taken_T.copy()
             options_T[some] = self.faster_T[some]
-            sharding = lay(cost, options_T.tolist())
+            sharding = place_units(cost, options_T.tolist())
             if sharding is not None and (overall_ms := cost.overall_ms(sharding)) < best_ms:
                 best, best_ms, taken_T = sharding, overall_ms, options_T
             elif len(some) > 1:
@@ -218,7 +218,7 @@ def group_moves(cost: Cost, asked: OptionTotals, sharding: Sharding, effort: flo
     now_T = np.array(sharding.options)
     chosen = list(dict.fromkeys(options for options in _chosen(cost, asked, now_T) if options != sharding.options))
     few = min(len(chosen), portion(len(chosen), effort))
-    laid = (lay(cost, chosen[index * len(chosen) // few]) for index in range(few))
+    laid = (place_units(cost, chosen[index * len(chosen) // few]) for index in range(few))
     return [moved for moved in laid if moved is not None]
 
 

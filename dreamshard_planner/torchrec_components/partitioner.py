@@ -14,7 +14,7 @@ from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.search_plan import SearchSettings, place_proposal, wide_units_laid_down
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline, SearchConfig
-from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
+from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.usable_options import pin
 from dreamshard_planner.support.torch_state import neutral, single_thread
@@ -79,7 +79,7 @@ class RulePartitioner(Partitioner):
     """Places shards by a greedy heuristic.
 
     Args:
-        rule: a name of :data:`~dreamshard_planner.search.heuristics.HEURISTICS`, such as ``size_greedy``.
+        rule: a name of :data:`~dreamshard_planner.search.placing.HEURISTICS`, such as ``size_greedy``.
         constraints: per table, as in :class:`DreamShardPartitioner`.
         statistics: workload statistics per feature.
     """

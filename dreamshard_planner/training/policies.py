@@ -28,7 +28,7 @@ from dreamshard_planner.policy.network import Policy, roll_out
 from dreamshard_planner.policy.reinforce import WHOLE_ONLY, UpdateStatistics, train_policy
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
+from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, TW
 from dreamshard_planner.support.progress import progress_bar

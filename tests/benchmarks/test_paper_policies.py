@@ -11,7 +11,7 @@ import torch
 from placement_tasks import ROOFLINE, make_cost, storage_problem
 
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
+from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from paper.networks import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from paper.placement_mdp import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
 from paper.placement_policy import AnyPolicy, Policy, PolicyConfig, greedy_plan, roll_out, score_rollout

@@ -24,7 +24,7 @@ from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.policy import network
 from dreamshard_planner.policy.network import policy_starts
-from dreamshard_planner.search import packing
+from dreamshard_planner.search import placing
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, Deadline, portion
 from dreamshard_planner.search.few_moves import _Walk
 from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts
@@ -65,16 +65,16 @@ def test_the_clock_decides_no_plan(effort: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_packing_is_limited_by_a_count_and_by_seconds_for_users_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, milp = [], packing.milp
-    monkeypatch.setattr(packing, "milp", lambda *a, **k: (asked.append(dict(k["options"])), milp(*a, **k))[1])
+    asked, milp = [], placing.milp
+    monkeypatch.setattr(placing, "milp", lambda *a, **k: (asked.append(dict(k["options"])), milp(*a, **k))[1])
     hard = storage_problem([7, 6, 5, 5, 4, 3], [15, 15])
     for arguments in ({}, {"effort": QUICK}, {"effort": THOROUGH}, {"seconds": 60.0}, {"seconds": 0.1}):
-        found, _ = packing.pack(hard, **arguments)
+        found, _ = placing.pack(hard, **arguments)
         assert found is not None and hard.fits(found[None]).all()
     nodes = [options["node_limit"] for options in asked]
     assert nodes[1] < nodes[0] < nodes[2] and nodes[3] == nodes[4] == nodes[0]
-    assert [options.get("time_limit") for options in asked] == [None, None, None, 60.0, packing.CAPPED_SECONDS]
-    assert packing.pack(hard, 0.0) == (None, False)
+    assert [options.get("time_limit") for options in asked] == [None, None, None, 60.0, placing.CAPPED_SECONDS]
+    assert placing.pack(hard, 0.0) == (None, False)
 
 
 def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:
@@ -91,7 +91,7 @@ def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:
 def test_multiples_of_the_settings() -> None:
     assert DEFAULT_SEARCH.times(1.0) == DEFAULT_SEARCH
     more = DEFAULT_SEARCH.times(THOROUGH)
-    assert (more.reshards, more.reshards_per_table, more.last_moves, more.effort) == (80_000, 40, 80_000, 4.0)
+    assert (more.reshards, more.reshards_per_table, more.last_moves, more.effort) == (80_000, 40, 160_000, 4.0)
     assert [portion(count, QUICK) for count in (0, 1, 1000)] == [0, 1, round(1000 * QUICK)]
 
 

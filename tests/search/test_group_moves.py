@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.search.laying import lay
+from dreamshard_planner.search.placing import place_units
 from dreamshard_planner.search.starts import OptionTotals, group_moves
 from tests.exhaustive import planned_and_best_ms
 
@@ -45,7 +45,7 @@ def test_many_tables_change_their_type_together_where_one_alone_gains_nothing() 
     options = [option for option in model.search_space if option.compute_kernel in ("fused", "dense")]
     cost = model.context.cost(model.context.read(options, model.left))
     whole = [next(i for i, o in enumerate(kinds) if o.sharding_type == "table_wise") for kinds in cost.problem.tables]
-    start = lay(cost, whole)
+    start = place_units(cost, whole)
     found = group_moves(cost, OptionTotals(cost), start)
     assert len({sharding.options for sharding in found}) == len(found) > 5
     changed = [int((np.array(sharding.options) != np.array(whole)).sum()) for sharding in found]

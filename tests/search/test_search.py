@@ -18,8 +18,8 @@ from dreamshard_planner.cost.compute import CostSource, GivenCost
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Option, Problem, Sharding, Unit
 from dreamshard_planner.search.effort import NO_DEADLINE, Budget, SearchConfig
-from dreamshard_planner.search.laying import lay, packed_start
 from dreamshard_planner.search.moves import local_search
+from dreamshard_planner.search.placing import packed_start, place_units
 from dreamshard_planner.search.reshards import ShardingState, wide_swaps
 from dreamshard_planner.search.search import _Descents, prefer_cheaper_kernels, search
 from dreamshard_planner.search.starts import OptionTotals, level_choice, level_starts
@@ -159,7 +159,7 @@ def test_where_nothing_fits_there_is_no_sharding() -> None:
 
 def test_a_start_is_never_lost() -> None:
     cost = sharding_cost(5, 7)
-    start = lay(cost, (0,) * 5)
+    start = place_units(cost, (0,) * 5)
     alone = search(cost, [start], replace(SEARCH, starts=1, reshards=1))
     assert alone.overall_ms <= cost.overall_ms(start)
 

@@ -1,0 +1,320 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Where units go: greedy heuristics, packing by memory, and positions for chosen options.
+
+A greedy heuristic sorts shards by a score and gives each to the rank with the lowest sum of scores. If every heuristic
+dead-ends, shards are packed: by best fit, then by a zero-one program for scipy's MILP solver.
+
+Shapes: S shards or units of span 1, D ranks, M limits, F features, V = S x D variables, X units, N positions, L span,
+T tables, P parts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import identity, kron
+from torch import Tensor
+
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Option, Problem, Sharding, counted_up, has_room
+from dreamshard_planner.search.effort import portion
+from dreamshard_planner.workload.features import FEATURE_INDEX
+
+MARGINS = (0.0, 1e-5)
+"""Shares of the memory kept free. The solver works to a floating-point tolerance: if its plan is a few bytes too large,
+it makes a second one with that margin."""
+INFEASIBLE_STATUS = 2
+PACKED_VARIABLES = 100_000
+"""Shards x ranks above which the solver is not asked: its first node alone would take minutes."""
+NODES_X_VARIABLES = 1_000_000
+"""Limit of the solver: a few seconds, up to 5,000 variables. A count, so that speed does not decide the placement."""
+CAPPED_SECONDS = 5.0
+"""Seconds that packing may take even under a shorter cap: without a placement there is no plan."""
+
+
+def _column(features_SF: Tensor, name: str) -> Tensor:
+    return features_SF[:, FEATURE_INDEX[name]].double()
+
+
+def _size_lookup(features_SF: Tensor) -> Tensor:
+    lookup = _column(features_SF, "dim") * _column(features_SF, "pooling_factor")
+    return lookup * _column(features_SF, "rows").clamp_min(1).log10()
+
+
+HEURISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "size_greedy": lambda features_SF: _column(features_SF, "size"),
+    "dim_greedy": lambda features_SF: _column(features_SF, "dim"),
+    "lookup_greedy": lambda features_SF: _column(features_SF, "dim") * _column(features_SF, "pooling_factor"),
+    "size_lookup_greedy": _size_lookup,
+}
+"""Scores [S] from features [S, F]: the baselines of DreamShard's appendix. Each is a start and a baseline of every
+plan. Heuristics that need more than features are in :func:`heuristic_placements`."""
+
+
+def greedy_by_score(
+    problem: Problem, score_S: Tensor, load_D: Tensor | None = None, order_S: Tensor | None = None
+) -> Tensor | None:
+    """Place shards in descending order of score, each on the rank with the lowest sum that can store it.
+
+    Args:
+        problem: the task.
+        score_S: added by each shard to the sum of its rank.
+        load_D: sums to start from, in the unit of the scores; nothing by default.
+        order_S: shards in another order, int64; for example the largest first, if memory is tight.
+
+    Returns:
+        Rank of each shard, int64 [S], or None if a shard fits on no rank. Ties go to the lowest index.
+    """
+    free_DM, scores = problem.limits_DM.tolist(), score_S.tolist()
+    # A shard that needs nothing has room even if a reservation left less than nothing.
+    needs_S = [[(kind, need) for kind, need in enumerate(need_M) if need] for need_M in problem.needs_PM.tolist()]
+    loads = [0.0] * problem.num_ranks if load_D is None else load_D.tolist()
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    assignment = [0] * problem.num_parts
+    for shard in (torch.argsort(-score_S, stable=True) if order_S is None else order_S).tolist():
+        full, needs = [], needs_S[shard]
+        while heap:
+            load, rank = heapq.heappop(heap)
+            free_M = free_DM[rank]
+            if not [kind for kind, need in needs if need > free_M[kind]]:
+                break
+            full.append((load, rank))
+        else:
+            return None
+        assignment[shard] = rank
+        for kind, need in needs:
+            free_M[kind] -= need
+        for entry in (*full, (load + scores[shard], rank)):
+            heapq.heappush(heap, entry)
+    return torch.tensor(assignment, dtype=torch.int64)
+
+
+def place_by_heuristic(problem: Problem, name: str) -> Tensor | None:
+    """Return a placement [S] by one of :data:`HEURISTICS`, or None if it dead-ends."""
+    if name not in HEURISTICS:
+        raise ValueError(f"unknown heuristic {name!r}; known are {', '.join(HEURISTICS)}")
+    return greedy_by_score(problem, HEURISTICS[name](problem.features_PF))
+
+
+def heuristic_placements(cost: Cost) -> dict[str, Tensor | None]:
+    """Return placements [S] by :data:`HEURISTICS`, and ``cost_greedy`` by predicted cost on top of the preload; None if
+    one dead-ends."""
+    plans = {name: place_by_heuristic(cost.problem, name) for name in HEURISTICS}
+    return plans | {"cost_greedy": greedy_by_score(cost.problem, cost.single_ms_P, cost.preload_ms_D)}
+
+
+def pack(problem: Problem, effort: float = 1.0, seconds: float | None = None) -> tuple[Tensor | None, bool]:
+    """Find any placement within memory: by best fit, else by the solver.
+
+    Args:
+        problem: the task.
+        effort: multiple of the default's nodes of the solver; best fit alone with 0.
+        seconds: the user's cap; None for none.
+
+    Returns:
+        The placement [S] or None, and whether a None is proven.
+    """
+    assignment_S = best_fit(problem)
+    if assignment_S is not None:
+        return assignment_S, True
+    variables = problem.num_parts * problem.num_ranks
+    if variables > min(1.0, effort) * PACKED_VARIABLES:
+        return None, False
+    options: dict[str, float] = {"node_limit": portion(max(1, NODES_X_VARIABLES // variables), effort)}
+    if seconds is not None:
+        options["time_limit"] = max(seconds, CAPPED_SECONDS)
+    return _solved(problem, options)
+
+
+def largest_first(problem: Problem) -> Tensor:
+    """Return shards in descending order of their largest share of any limit, int64 [S]."""
+    unit_M = problem.needs_PM.sum(0).clamp_min(1).double()
+    return torch.argsort(-(problem.needs_PM / unit_M).amax(-1), stable=True)
+
+
+def best_fit(problem: Problem) -> Tensor | None:
+    """Place the largest shards first, each where the least memory is left over; None if one fits nowhere."""
+    free_DM, need_SM = problem.limits_DM.clone(), problem.needs_PM
+    unit_M = need_SM.sum(0).clamp_min(1).double()
+    assignment_S = torch.zeros(problem.num_parts, dtype=torch.int64)
+    for shard in largest_first(problem).tolist():
+        left_DM = free_DM - need_SM[shard]
+        fits_D = has_room(need_SM[shard], free_DM)
+        if not fits_D.any():
+            return None
+        slack_D = (left_DM.clamp_min(0) / unit_M).sum(-1).masked_fill(~fits_D, torch.inf)
+        assignment_S[shard] = int(slack_D.argmin())
+        free_DM[assignment_S[shard]] = left_DM[assignment_S[shard]]
+    return assignment_S
+
+
+def _solved(problem: Problem, options: dict[str, float]) -> tuple[Tensor | None, bool]:
+    """:func:`pack` by the solver. Variable s * D + d says that shard s is on rank d."""
+    shards, ranks = problem.num_parts, problem.num_ranks
+    need_SM, limits_DM = problem.needs_PM.numpy(), problem.limits_DM.numpy()
+    allowed_SD = has_room(need_SM[:, None], limits_DM)
+    one_rank_SV = kron(identity(shards), np.ones((1, ranks)))
+    for margin in MARGINS:
+        constraints = [LinearConstraint(one_rank_SV, 1, 1)]
+        for need_S, capacity_D in zip(need_SM.T, limits_DM.T, strict=True):
+            unit = max(1, int(need_S.max()))
+            room_D = np.maximum(capacity_D, 0) / unit * (1 - margin)
+            constraints.append(LinearConstraint(kron(need_S[None] / unit, identity(ranks)), -np.inf, room_D))
+        solution = milp(
+            np.zeros(shards * ranks),
+            integrality=np.ones(shards * ranks),
+            bounds=Bounds(0, allowed_SD.astype(float).ravel()),
+            constraints=constraints,
+            options=options,
+        )
+        if solution.x is None:
+            return None, margin == 0 and solution.status == INFEASIBLE_STATUS
+        assignment_S = torch.from_numpy(solution.x.reshape(shards, ranks).argmax(-1))
+        if bool(problem.fits(assignment_S[None])):
+            return assignment_S, True
+    return None, False
+
+
+def best_position(
+    key_XN: Tensor, need_XLM: Tensor, free_XNLM: Tensor, allowed_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return for equally wide units the position with the lowest key among those with room; ties go to the first.
+
+    Args:
+        key_XN: for example the peak that a unit would leave there.
+        need_XLM: bytes that a unit needs on each rank of its span.
+        free_XNLM: free bytes on each rank of a position.
+        allowed_N: positions that it may take, bool; all by default.
+
+    Returns:
+        Position of each unit, int64 [X], and whether any has room, bool [X]. Leading dimensions X are free.
+    """
+    fits_XN = has_room(need_XLM[..., None, :, :], free_XNLM).all(-1)
+    if allowed_N is not None:
+        fits_XN &= allowed_N
+    return key_XN.masked_fill(~fits_XN, torch.inf).argmin(-1), fits_XN.any(-1)
+
+
+def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
+    """Place pinned units and those wider than a rank, the widest and heaviest first, each where the peak stays lowest.
+
+    Other units are on rank 0. None if memory does not allow it.
+    """
+    problem, every = cost.problem, cost.problem.option_rows
+    # In numpy, whose calls cost a third of torch's: there is one unit after the other.
+    single_P, needs_PM = cost.single_ms_P.numpy(), problem.needs_PM.numpy()
+    row_T = every.rows(range(problem.num_tables), options)
+    span_T, is_free_T = every.span_O[row_T], every.is_free_O[row_T]
+    units_T = every.parts_O[row_T] // span_T
+    positions = [[0] * units for units in units_T.tolist()]
+    load_D, free_DM = np.zeros(problem.num_ranks), problem.limits_DM.numpy().copy()
+
+    def asked(tables: np.ndarray, span: int) -> tuple[np.ndarray, np.ndarray]:
+        """Milliseconds [U, L] and bytes [U, L, M] of all units of some tables."""
+        part_UL = every.all_parts(row_T[tables]).reshape(-1, span)
+        return single_P[part_UL], needs_PM[part_UL]
+
+    everywhere_T = is_free_T & (span_T == problem.num_ranks) & (span_T > 1)
+    single_UD, storage_UDM = asked(everywhere_T.nonzero()[0], problem.num_ranks)
+    load_D += single_UD.sum(0)
+    free_DM -= storage_UDM.sum(0)
+    if not has_room(problem.limits_DM.numpy() - free_DM, problem.limits_DM.numpy()).all():
+        return None
+    wide_T = ~everywhere_T & ~(is_free_T & (span_T == 1))
+    for is_free, minus_span in sorted(set(zip(is_free_T[wide_T].tolist(), (-span_T[wide_T]).tolist(), strict=True))):
+        tables = (wide_T & (is_free_T == is_free) & (span_T == -minus_span)).nonzero()[0]
+        single_UL, storage_ULM = asked(tables, -minus_span)
+        table_U, unit_U = tables.repeat(units_T[tables]), counted_up(np.zeros_like(tables), units_T[tables])
+        free_NLM, load_NL = free_DM.reshape(-1, *storage_ULM.shape[1:]), load_D.reshape(-1, -minus_span)  # views
+        for unit in np.lexsort((unit_U, table_U, -single_UL.sum(1))).tolist():
+            single_L, need_LM, table, index = single_UL[unit], storage_ULM[unit], table_U[unit], unit_U[unit]
+            pinned = problem.tables[table][options[table]].pinned
+            peak_N = (load_NL + single_L).max(1)
+            position = int(peak_N.argmin()) if pinned is None else pinned[index]
+            # The quicker question first.
+            if not (need_LM <= free_NLM[position]).all() and not has_room(need_LM, free_NLM[position]).all():
+                fits_N = has_room(need_LM, free_NLM).all(-1)
+                position = int(np.where(fits_N, peak_N, np.inf).argmin())
+                if pinned is not None or not fits_N[position]:
+                    return None
+            positions[table][index] = position
+            load_NL[position] += single_L
+            free_NLM[position] -= need_LM
+    return Sharding(tuple(options), tuple(map(tuple, positions)))
+
+
+def place_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
+    """Place the units of chosen options: wide ones first, then those of span 1 from heavy to light.
+
+    Heavy is by compute, or by compute and exchanges, whichever ends cheaper. If that dead-ends, units go from large to
+    small, or are packed by size alone. None if memory allows none of that.
+    """
+    sharding = place_wide_units(cost, options)
+    if sharding is None:
+        return None
+    chosen = cost.chosen(sharding)
+    problem, single_S, load_D = chosen.cost.problem, chosen.cost.single_ms_P, chosen.cost.preload_ms_D
+    assignment_S = greedy_by_score(problem, single_S, load_D)
+    exchange_S = problem.exchange_ms_P
+    if assignment_S is not None and bool(exchange_S.any()):
+        level_S = greedy_by_score(problem, single_S + exchange_S, load_D)
+        if level_S is not None:
+            both_BS = torch.stack([assignment_S, level_S])
+            assignment_S = both_BS[int(chosen.cost.rate(both_BS).overall_ms_B.argmin())]
+    if assignment_S is None:
+        assignment_S = greedy_by_score(problem, single_S, load_D, largest_first(problem))
+    if assignment_S is None:
+        assignment_S = best_fit(problem)
+    return None if assignment_S is None else chosen.placed(assignment_S)
+
+
+def packed_start(problem: Problem) -> Sharding | None:
+    """Find a sharding within memory, table by table; None if one table finds no room.
+
+    Tables whose smallest possible part is largest come first. Each takes the option and positions that leave memory
+    least and most evenly used.
+    """
+    # Bytes as shares of the roomiest rank.
+    roomiest_M = problem.limits_DM.amax(0).double().clamp_min(1e-3)
+    share_PM = problem.needs_PM / roomiest_M
+    largest_P = share_PM.amax(-1)
+
+    def least_largest(table: int) -> float:
+        return min(float(largest_P[option.parts].max()) for option in problem.tables[table])
+
+    used_DM = torch.zeros_like(problem.limits_DM)
+    options = [0] * problem.num_tables
+    positions: list[tuple[int, ...]] = [()] * problem.num_tables
+    for table in sorted(range(problem.num_tables), key=lambda table: (-least_largest(table), table)):
+        tried = enumerate(_packed(problem, option, used_DM, roomiest_M) for option in problem.tables[table])
+        laid = {index: one for index, one in tried if one is not None}
+        if not laid:
+            return None
+        options[table] = min(laid, key=lambda index: (float((laid[index][0] / roomiest_M).square().sum()), index))
+        used_DM, positions[table] = laid[options[table]]
+    return Sharding(tuple(options), tuple(positions))
+
+
+def _packed(
+    problem: Problem, option: Option, used_DM: Tensor, roomiest_M: Tensor
+) -> tuple[Tensor, tuple[int, ...]] | None:
+    """Place each unit where it adds least to the sum of squares of used shares: bytes used [D, M] and positions."""
+    used_DM, positions = used_DM.clone(), []
+    for index, unit in enumerate(option.units):
+        need_LM = problem.needs_PM[list(unit.parts)]
+        used_NLM = used_DM.view(-1, unit.span, used_DM.shape[1])
+        share_NLM = used_NLM / roomiest_M
+        added_N = ((share_NLM + need_LM / roomiest_M).square() - share_NLM.square()).sum((-1, -2))
+        free_NLM = (problem.limits_DM - used_DM).view_as(used_NLM)
+        allowed_N = None if option.pinned is None else torch.arange(len(added_N)) == option.pinned[index]
+        position, found = best_position(added_N, need_LM, free_NLM, allowed_N)
+        if not found:
+            return None
+        positions.append(int(position))
+        used_NLM[position] += need_LM
+    return used_DM, tuple(positions)
