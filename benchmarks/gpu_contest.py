@@ -14,9 +14,9 @@ buffer of the measured kernels. TorchRec's planner ends by itself or after ``--l
 The published plan (``published_plan.py``) gives its five slowest ranks by our costs, under that plan and under ours, at
 a quarter of its batch: outputs of sequence tables would not fit the card otherwise.
 
-``measure`` times each different kernel of a task once a round, in shuffled order, beside a reference set. Exchanges are
-those of the prior. Kernels of data-parallel tables are measured as fused ones at the local batch; what their table-sized
-gradient adds is modelled. One JSON line a task; the same command continues where it ended.
+``measure`` times each different kernel of a task once a round, in shuffled order, beside a reference set. Exchanges
+are those of the prior. Kernels of data-parallel tables are measured as fused ones at the local batch; the time of their
+table-sized gradient is modelled. One JSON line a task; the same command continues where it ended.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ class Catalogue:
         texts = [json.dumps([asdict(w)[name] for name in self.NAMES]) for w in workloads]
         return sorted(self.rows.setdefault(text, len(self.rows)) for text in texts)
 
-    @classmethod
-    def load(cls, rows: Sequence[Sequence[Any]]) -> list[Workload]:
-        """Return the workloads of a file."""
-        named = (dict(zip(cls.NAMES, row, strict=True)) for row in rows)
+    @staticmethod
+    def load(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[Workload]:
+        """Return the workloads of a file, which names their fields."""
+        named = (dict(zip(names, row, strict=True)) for row in rows)
         return [Workload(**row | {"reuse_histogram": tuple(row["reuse_histogram"])}) for row in named]
 
 
@@ -199,7 +199,7 @@ def plan(args: argparse.Namespace) -> None:
     if args.file.exists():
         with gzip.open(args.file, "rt") as file:
             tasks = json.load(file)["tasks"]
-    drawn: list[tuple[str, Callable[[], dict[str, Any]]]] = [("published plan", published_task)] if args.published else []
+    drawn: list[tuple[str, Callable[[], dict[str, Any]]]] = [("published plan", published_task)][: args.published]
     for index in range(args.tasks):
         task = Task.draw(index, generator)
         drawn.append((f"{task.name}, {len(task.tables)} x {task.ranks}", lambda task=task: task.plans(args.limit)))
@@ -211,7 +211,7 @@ def plan(args: argparse.Namespace) -> None:
         tasks.append({"task": name, "plans": plans, "workloads": [json.loads(row) for row in catalogue.rows]})
         print(name, *(f"{n} {max(e['predicted_ms']) + e['exchange_ms']:.3f}" for n, e in plans.items()), flush=True)
         with gzip.open(args.file, "wt") as file:
-            json.dump(provenance(torch.device("cpu")) | {"tasks": tasks}, file)
+            json.dump(provenance(torch.device("cpu")) | {"fields": Catalogue.NAMES, "tasks": tasks}, file)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -220,14 +220,15 @@ def measure(args: argparse.Namespace) -> None:
     with gzip.open(args.file, "rt") as file:
         planned = json.load(file)
     if not args.record.exists():
-        append(args.record, provenance(torch.device(args.device)) | {"plans": {k: planned[k] for k in ("commit", "date")}})
+        made = {key: planned[key] for key in ("commit", "date")}
+        append(args.record, provenance(torch.device(args.device)) | {"plans": made})
     done = {json.loads(line).get("task") for line in args.record.read_text().splitlines()}
     arena = Arena(args.device, seed=args.seed)
     for task in [one for one in planned["tasks"] if one["task"] not in done][: args.tasks]:
         begun = time.monotonic()
         if begun - started > args.seconds:
             break
-        workloads = Catalogue.load(task["workloads"])
+        workloads = Catalogue.load(planned["fields"], task["workloads"])
         shrunk = [replace(w, batch_size=max(1, w.batch_size // args.shrink)) for w in workloads]
         at_once = (4 << 30) if args.device == "cpu" else (12 << 30)
         clock = SetClock(shrunk, args.device, arena, args.seed, at_once)
@@ -267,7 +268,8 @@ def summarize(args: argparse.Namespace) -> None:
     """Print plans over TorchRec's, with intervals over tasks; and predicted over measured kernels."""
     rows = [row for row in map(json.loads, args.record.read_text().splitlines()) if "task" in row]
     console = wide_console(150)
-    table = table_of("Slowest rank's kernels; with exchanges by the prior", "task", BASE, OURS, SAME_SLICES, "predicted")
+    title = "Milliseconds of the slowest rank's kernels; with exchanges by the prior"
+    table = table_of(title, "task", BASE, OURS, SAME_SLICES, "predicted")
     logs: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         cells, base = [], row["plans"][BASE]
@@ -279,7 +281,8 @@ def summarize(args: argparse.Namespace) -> None:
             cells.append(f"{kernels:.3f} {total:.3f}{'' if entry.get('ended', True) else ' (cut)'}")
             if base.get("ended", "published" not in row["task"]):
                 kind = "all" if name == OURS else name
-                both = {"kernels": kernels / slowest_ms(base), "total": total / (slowest_ms(base) + base["exchange_ms"])}
+                base_ms = slowest_ms(base)
+                both = {"kernels": kernels / base_ms, "total": total / (base_ms + base["exchange_ms"])}
                 for what, ratio in both.items():
                     logs.setdefault((kind, what), []).append(math.log(ratio))
                     if name == OURS and SAME_SLICES in row["plans"]:
@@ -289,7 +292,8 @@ def summarize(args: argparse.Namespace) -> None:
     console.print(table)
     for (kind, what), of in logs.items():
         if kind != BASE:
-            low, mean, high = interval(lambda some, of=np.array(of): np.exp(of[some].mean(1)), len(of))
+            logs_N = np.array(of)
+            low, mean, high = interval(lambda some, logs_N=logs_N: np.exp(logs_N[some].mean(1)), len(of))
             console.print(f"{kind}, {what} over TorchRec's: {mean:.3f} ({low:.3f}-{high:.3f}), {len(of)} tasks")
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What observing steps of a few models on one rank teaches the costs of kernels in others.
+"""Learn the costs of kernels from observed steps of some models on one rank, and check them on other models.
 
     torchrun --standalone --nproc_per_node=1 benchmarks/observed_card.py --json observed-card.json
 
@@ -79,7 +79,8 @@ def main() -> None:
             seen.append(observed(seed, node, args))
     teach = merged([one for index, one in enumerate(seen) if index % 3 != 2])
     checks = ObservedSets.of(merged(seen[2::3])).sets
-    told: dict[str, Any] = {"models": len(seen), "kernels": [len(ObservedSets.of(teach).sets), len(checks)], "errors": {}}
+    kernels = [len(ObservedSets.of(teach).sets), len(checks)]
+    told: dict[str, Any] = {"models": len(seen), "kernels": kernels, "errors": {}}
     priors = {"roofline": resolve("roofline", node.device.type), "auto": resolve_for(node.topology(), "auto")}
     for name, prior in priors.items():
         for which, checkpoint in ((name, prior), (name + LEARNED, learned(prior, teach))):
