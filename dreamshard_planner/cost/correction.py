@@ -42,7 +42,7 @@ OTHER_TABLES = 0.03
 FEW_SETS, ENOUGH_SETS = 6, 40
 """Sets of one optimizer: fewer than the first tell nothing; more than the second change little."""
 LEAST_GAIN, LEAST_GAIN_OF_GOOD = 0.02, 0.05
-"""Of the mean error, below which nothing is changed: levels drift from one hour to the next, and errors of good costs
+"""Least gain of the mean error for a change: levels drift from one hour to the next, and errors of good costs
 have to be halved as well, or a quiet minute does harm in the next."""
 MOST_FOLDS = 20
 """Parts that sets are divided into, to be held out in turn."""

@@ -39,7 +39,7 @@ NPZ_SCHEMA = 2
 """Version of the layout; newer files are refused. Files of 1 have every column in full and no ``shard_index``."""
 
 REFERENCE_STRENGTH = 0.5
-"""How far a slow reference run excuses a slow sample: 0 not at all, 1 in full. The reference is noisy itself: on
+"""Share of a slow reference run that excuses a slow sample, from 0 to 1. The reference is noisy itself: on
 200 sets measured three times over on two shared cores (5 repeats), two passes differed by 4.1 and 7.1 % (forward,
 backward) at 0, by 3.4 and 4.6 % at 0.5, and by 6.6 and 5.8 % at 1."""
 

@@ -50,7 +50,7 @@ grow."""
 
 @dataclass(frozen=True)
 class Kernels:
-    """How FBGEMM's kernels use a device: its bandwidth, and on GPUs its lanes. Each parameter has a meaning; together
+    """Use of a device by FBGEMM's kernels: its bandwidth, and on GPUs its lanes. Each parameter has a meaning; together
     they are few enough to be fitted. Nanoseconds are those of an H100's multiprocessors, of bags and steps those of all
     cards."""
 
@@ -121,7 +121,7 @@ class Kernels:
     link_exchanges: float = 2.0
     """Passes of each row that misses a cache: it comes, and another goes."""
     cache_row_ns: float = 0.0
-    """Of the forward, for each distinct row looked up in a UVM cache, whether it hits or not: ids are made distinct
+    """Forward time of each distinct row looked up in a UVM cache, hit or miss: ids are made distinct
     before the cache is searched. Nothing tells what other cards take: the root of what they take longer for lookups,
     since memory does half of it."""
     forward_launch_ms: float = 0.02
