@@ -41,7 +41,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to run; each field is an option of the command."""
+    """Settings of a run; each field is an option of the command."""
 
     tables: str = option("mlperf_dlrm_dcnv2", "table collection")
     count: int = option(0, "so many tables of the collection, drawn by the seed; 0: all")
