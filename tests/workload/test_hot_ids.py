@@ -36,7 +36,7 @@ def test_hot_ids_are_counted_exactly() -> None:
 
 
 def test_parts_merge_to_the_count_of_the_whole(tmp_path: Path) -> None:
-    """Of ranks or days, also from files."""
+    """Statistics of ranks or days merge, also from files."""
     parts = [TableStatistics.from_batches(map(_batch, steps)) for steps in (range(3), range(3, 5))]
     parts[0].to_json(tmp_path / "part.json")
     merged = TableStatistics.merge([TableStatistics.from_json(tmp_path / "part.json"), parts[1]])
