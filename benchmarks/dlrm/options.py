@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torchrec.distributed.planner import Topology
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import pinned, rank_cores
+from dreamshard_planner.measure.ranks import local_ranks, rank_cores
+from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.search.placing import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
