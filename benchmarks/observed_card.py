@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=1 benchmarks/observed_card.py --json observed-card.json
 
 One rank has no exchanges and one way to lie, so models differ instead: each has tables of the collection drawn by its
-seed, of another dim, batch and optimizer. ``learn`` corrects the bandwidths (``roofline``) and the network in use by
+seed, of its own dim, batch and optimizer. ``learn`` corrects the bandwidths (``roofline``) and the network in use by
 the first models; errors are those on kernels of the others.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import tempfile
 import time
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 import common.fast_kernels  # noqa: F401 (before torch)
 
 # isort: split
-import torch
 import torch.distributed as dist
 
 from common.output import provenance, quiet, wide_console, write_result
@@ -39,20 +39,20 @@ WARMUP_STEPS = 3
 
 def observed(seed: int, node: Node, args: argparse.Namespace) -> Observation:
     """Train a model, and observe its steps."""
+    drawn = random.Random(seed)
     config = Config(
         planners="dreamshard",
-        count=(8, 16, 26)[seed % 3],
-        dim=(128, 64, 32, 256)[seed % 4],
-        batch_size=args.batch_size >> seed % 2,
-        optimizer=("rowwise_adagrad", "sgd")[seed // 3 % 2],
+        count=drawn.randint(4, 26),
+        dim=drawn.choice((32, 64, 128, 256)),
+        batch_size=args.batch_size >> drawn.randint(0, 2),
+        optimizer=drawn.choice(("rowwise_adagrad", "sgd")),
         max_rows=args.max_rows,
         size="small",
         steps=4,
         seed=seed,
     ).on(node.device.type)
-    pool = named_pool(config.tables)
-    chosen = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))[: config.count].tolist()
-    tables, _ = scale_tables([pool[index] for index in chosen], config.max_rows, config.dim)
+    pool = drawn.sample(named_pool(config.tables), config.count)
+    tables, _ = scale_tables(pool, config.max_rows, config.dim)
     job = Job.of(tables, config, node)
     one = job.trainee(arbitrary_plan(job, 0), pipelined=False)
     one.train(WARMUP_STEPS, timed=False)
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=24, help="two of three teach, the others check")
     parser.add_argument("--steps", type=int, default=40, help="observed of each model")
-    parser.add_argument("--batch-size", type=int, default=8192)
+    parser.add_argument("--batch-size", type=int, default=32768)
     parser.add_argument("--max-rows", type=int, default=200_000)
     parser.add_argument("--seconds", type=float, default=45.0, help="begin no model later than this")
     parser.add_argument("--json", type=Path)
