@@ -84,7 +84,7 @@ def _ruled(seed: int) -> DreamShardPlanner:
 
 
 def outcome(problem: Problem) -> dict[str, object]:
-    """Return the record of one problem."""
+    """What the record holds of one problem."""
     try:
         planner = problem()
     except (PlannerError, ValueError) as error:

@@ -1,14 +1,16 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Predicted costs of the policy's roll-outs as plans themselves, over the best level start.
+"""Predicted costs of the policy's roll-outs as plans, and of searches from them, over the search without them.
 
     python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20
 
+    level       the best level start
     greedy      one greedy roll-out of the policy that ships
-    samples     the best of 8 sampled roll-outs
+    starts      the best of its roll-outs, as the planner plays them: one for each of eight sets of sharding types
+    first       the same after their first sweep alone, which is all that the policy decides
     whole       one greedy roll-out that leaves tables whole
-    relaid      the best of the cheapest level starts' options on new ranks, by an untrained policy: a greedy heuristic
-    untrained   the best of that policy's roll-outs, as the planner plays them
-    trained     the same of the policy that ships
+    third       the search from the starts, with a third of the candidates
+    search      the same with all of them
+    without     the search without the policy, which the others are compared with
 
 Tables are drawn by seeds that no training has seen. Seconds are of processor time on one thread.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,16 +35,17 @@ from dreamshard_planner.checkpoints.checkpoint import prior_policy
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.context import PlanRater
-from dreamshard_planner.policy.mdp import ShardingTask
-from dreamshard_planner.policy.network import RELAID, Policy, PolicyConfig, policy_starts, roll_out
-from dreamshard_planner.policy.reinforce import WHOLE_ONLY
+from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask
+from dreamshard_planner.policy.network import SWEEPS, Policy, policy_starts, roll_out, subset_types
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.workload.pools import meta_like
 
 BATCH_SIZE = 2048
 FIRST_SEED = 7_000
 GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
-KINDS = ("level", "greedy", "samples", "whole", "relaid", "untrained", "trained")
+KINDS = ("level", "greedy", "starts", "first", "whole", "third", "search", "without")
 
 
 def cost_of(tables: int, ranks: int, seed: int) -> Cost:
@@ -58,26 +62,35 @@ def cost_of(tables: int, ranks: int, seed: int) -> Cost:
     return context.cost(context.read(context.usable_options(options), left))
 
 
-def row_of(cost: Cost, trained: Policy, untrained: Policy) -> dict[str, dict[str, float]]:
+def row_of(cost: Cost, policy: Policy) -> dict[str, dict[str, float]]:
     """Return cost and seconds of the cheapest plan of each kind."""
-    asked = OptionTotals(cost)
-    task, generator = ShardingTask(cost, asked), torch.Generator().manual_seed(0)
-    level = sorted(level_starts(cost, asked), key=cost.overall_ms)
-    option_ET = torch.tensor([plan.options for plan in level[:RELAID]])
+
+    def searched(config: SearchConfig, plays: bool) -> list[Sharding | None]:
+        further = (lambda cost, asked, seconds: policy_starts(cost, policy, asked, seconds)) if plays else None
+        found = search(cost, [], config, further=further)
+        return [None if found is None else found.sharding]
+
+    def played(types: Sequence[str] | None = None, first: bool = False) -> list[Sharding | None]:
+        task, types_EN = ShardingTask(cost, OptionTotals(cost), *([types] if types else [])), subset_types()
+        if first:
+            return roll_out(policy, task, len(types_EN), None, types_EN, SWEEPS[:1]).shardings()
+        return roll_out(policy, task, 1).shardings()
+
     makes: dict[str, Callable[[], Sequence[Sharding | None]]] = {
-        "level": lambda: level_starts(cost, asked),
-        "greedy": lambda: roll_out(trained, task, 1).shardings(),
-        "samples": lambda: roll_out(trained, task, 8, generator).shardings(),
-        "whole": lambda: roll_out(trained, task, 1, types_EN=torch.tensor([WHOLE_ONLY])).shardings(),
-        "relaid": lambda: roll_out(untrained, task, len(option_ET), option_ET=option_ET).shardings(),
-        "untrained": lambda: policy_starts(cost, untrained, asked, level),
-        "trained": lambda: policy_starts(cost, trained, asked, level),
+        "level": lambda: level_starts(cost, OptionTotals(cost)),
+        "greedy": played,
+        "starts": lambda: policy_starts(cost, policy, OptionTotals(cost)),
+        "first": lambda: played(first=True),
+        "whole": lambda: played(WHOLE_TYPES),
+        "third": lambda: searched(DEFAULT_SEARCH.times(1 / 3), True),
+        "search": lambda: searched(DEFAULT_SEARCH, True),
+        "without": lambda: searched(DEFAULT_SEARCH, False),
     }
     row = {}
     for kind, make in makes.items():
         start = time.process_time()
         plans = [plan for plan in make() if plan is not None]
-        row[kind] = {"seconds": time.process_time() - start, "ms": min(map(cost.overall_ms, plans))}
+        row[kind] = {"seconds": time.process_time() - start, "ms": min(map(cost.overall_ms, plans), default=math.inf)}
     return row
 
 
@@ -90,16 +103,16 @@ def main() -> None:
     quiet()
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
-    trained, untrained = prior_policy(), Policy(PolicyConfig())
+    policy = prior_policy()
     print(json.dumps(provenance(torch.device("cpu"))))
-    table = table_of("over the best level start", "tables x ranks", "tasks", "plans", "cost", "seconds")
+    table = table_of("over the search without the policy", "tables x ranks", "tasks", "plans", "cost", "seconds")
     for size in args.sizes.split(","):
         tables, ranks = map(int, size.split("x"))
-        rows = [row_of(cost_of(tables, ranks, FIRST_SEED + task), trained, untrained) for task in range(args.tasks)]
+        rows = [row_of(cost_of(tables, ranks, FIRST_SEED + task), policy) for task in range(args.tasks)]
         for row in rows:
             print(json.dumps({"size": size, **row}), flush=True)
         for kind in KINDS:
-            ratios = np.array([row[kind]["ms"] / row["level"]["ms"] for row in rows])
+            ratios = np.array([row[kind]["ms"] / row["without"]["ms"] for row in rows])
             low, high = mean_interval(ratios, np.random.default_rng(0))
             seconds = np.median([row[kind]["seconds"] for row in rows])
             table.add_row(

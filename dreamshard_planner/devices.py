@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 GB = 10**9
 GPUS_OF_A_HOST = 8
-"""GPUs in the vendor's own machines with a network."""
+"""In the vendor's own machines of those GPUs that have a network."""
 MAX_RANKS = 2**15
-"""Most ranks of a plan; twice as many take minutes."""
+"""Planned for; twice as many would take minutes."""
 MAX_RANKS_OF_A_HOST = 16
-"""Most ranks on one host; more look like a forgotten ``local_world_size``."""
+"""More on one host are taken for a forgotten ``local_world_size``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,15 @@ class Gpu:
     memory_bytes: int
     memory_bytes_per_s: float
     l2_bytes: int
-    """Bytes of the L2 cache."""
+    """Of the cache that all of its cores share."""
     multiprocessor_hz: float
-    """Multiprocessors times boost clock."""
+    """Multiprocessors times the clock that they reach."""
     link_bytes_per_s: float
-    """Bandwidth to all GPUs of the host together, one direction."""
+    """Between GPUs of one host, one direction, to all peers together."""
     host_bytes_per_s: float
-    """Bandwidth to the host's memory, one direction."""
+    """To the host's memory, one direction."""
     network_bytes_per_s: float | None
-    """Bandwidth to other hosts per GPU, one direction; None if the vendor sells no such machine."""
+    """To other hosts, one direction, per GPU; None where the vendor sells no such machine."""
     source: str
 
 
@@ -129,7 +129,7 @@ GPUS = {
         source="NVIDIA A10 data sheet; NVIDIA Ampere GA102 GPU architecture",
     ),
 }
-"""GPUs by name."""
+"""By name."""
 _CARDS = {
     "NVIDIA A100-SXM4-40GB": "a100-40",
     "NVIDIA A100-PCIE-40GB": "a100-40",
@@ -240,25 +240,25 @@ def make_topology(
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Ranks, their memory and their links; None for TorchRec's default."""
+    """Ranks, their memory and what connects them; None for what TorchRec has a default for."""
 
     ranks_per_host: int
     hosts: int = 1
     device: str = "cuda"
     """``cuda`` or ``cpu``."""
     gpu: str | None = None
-    """Name in :data:`GPUS`, for figures that are not given below."""
+    """A name of :data:`GPUS`, for what is not given below."""
     memory_bytes: int | None = None
     """Device memory of a rank; on CPUs the rank's part of the host's."""
     memory_bytes_per_s: float | None = None
     host_memory_bytes: int | None = None
     """The rank's part of the host's memory, on GPUs: for unified memory."""
     host_bytes_per_s: float | None = None
-    """Bandwidth to the host's memory, on GPUs."""
+    """To the host's memory, on GPUs."""
     intra_bytes_per_s: float | None = None
-    """Bandwidth between ranks of one host."""
+    """Between ranks of one host."""
     inter_bytes_per_s: float | None = None
-    """Bandwidth between hosts."""
+    """Between hosts."""
     ssd_bytes: int | None = None
     """The rank's part of the host's SSDs."""
     rank_memory_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
@@ -291,18 +291,18 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on all hosts."""
+        """Of all hosts."""
         return self.ranks_per_host * self.hosts
 
     @property
     def title(self) -> str:
-        """Title for people."""
+        """For people."""
         what = "CPU ranks" if self.device == "cpu" else GPUS[self.gpu].title if self.gpu else "GPUs"
         return f"{self.ranks_per_host} {what}" + (f" on each of {self.hosts} hosts" if self.hosts > 1 else "")
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """Warnings of figures that are hardly meant."""
+        """What is hardly meant, in words."""
         if self.gpu is None or GPUS[self.gpu].network_bytes_per_s is None or self.ranks_per_host <= GPUS_OF_A_HOST:
             return ()
         return (
@@ -311,7 +311,7 @@ class Machine:
         )
 
     def topology(self) -> Topology:
-        """Return TorchRec's topology, with its defaults for unknown figures."""
+        """As TorchRec's planner takes it, with its own defaults for what is not known."""
         gpu = GPUS[self.gpu] if self.gpu else None
         memory = self.memory_bytes or (gpu.memory_bytes if gpu else None)
         speed = _per_ms(self.memory_bytes_per_s or (gpu.memory_bytes_per_s if gpu else None))

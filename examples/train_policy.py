@@ -14,8 +14,8 @@ from tempfile import mkdtemp
 import torch
 
 from dreamshard_planner import Checkpoint
+from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.policy.network import policy_starts, roll_out
-from dreamshard_planner.policy.reinforce import WHOLE_ONLY
 from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.training import QUICK, TrainingConfig, drawn_tasks, pool_tables, train
 
@@ -35,12 +35,13 @@ def plan_unseen(checkpoint: Checkpoint, config: TrainingConfig) -> None:
     _, held_out = pool_tables(config.pools)
     for drawn in drawn_tasks(checkpoint, held_out, 3, config, seed=7):
         task, cost = drawn.task, drawn.task.cost
-        level, types_EN = level_starts(cost, OptionTotals(cost)), torch.tensor([WHOLE_ONLY])
+        asked = OptionTotals(cost)
+        whole = ShardingTask(cost, asked, WHOLE_TYPES)
         plans = {
-            "level start": level,
-            "policy, whole tables": roll_out(checkpoint.policy, task, 1, types_EN=types_EN).shardings(),
+            "level start": level_starts(cost, asked),
+            "policy, whole tables": roll_out(checkpoint.policy, whole, 1).shardings(),
             "policy, one roll-out": roll_out(checkpoint.policy, task, 1).shardings(),
-            "policy, best start": policy_starts(cost, checkpoint.policy, OptionTotals(cost), level),
+            "policy, best start": policy_starts(cost, checkpoint.policy, asked),
         }
         print(f"\n{task.num_tables} unseen tables on {cost.problem.num_ranks} ranks, predicted ms")
         for name, found in plans.items():

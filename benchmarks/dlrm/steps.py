@@ -42,14 +42,14 @@ KERNELS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBags
 
 @dataclass(frozen=True)
 class Trained:
-    """Measurements of one rank, by planner."""
+    """What one rank saw, by planner."""
 
     blocks: dict[str, list[list[tuple[float, float, float]]]]
-    """Milliseconds per step of each model's blocks: all of it, and forward and backward of its kernels."""
+    """Of each model: milliseconds per step of its blocks, all of it, and forward and backward of its kernels."""
     losses: dict[str, list[list[float]]]
-    """Losses of each model, by step."""
+    """Of each model, by step."""
     reference_ms: float
-    """Milliseconds of the reference set, median over the rounds."""
+    """Of the reference set, median over the rounds."""
 
 
 def train_side_by_side(build: Callable[[str], Trainee], config: Config, node: Node) -> Trained:
@@ -166,7 +166,7 @@ class Trainee:
         """Per step of each block, by all threads of this process."""
 
     def observed(self, steps: int) -> Observation:
-        """Train and return an observation of this many steps on this rank."""
+        """Of so many steps, on this rank."""
         with observe(self.model, self._planner, every=max(1, steps // 4)) as seen:
             self.train(steps + 1, timed=False)
         return seen.observation()

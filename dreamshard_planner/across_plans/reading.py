@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Read checkpoints in bounded memory: the parts that make up a shard of another plan.
+"""Read checkpoints: the parts that make up a shard of another plan, in bounded memory, and what a checkpoint holds.
 
-Unpickles only the classes of metadata of ``torch.distributed.checkpoint``.
+Only what metadata of ``torch.distributed.checkpoint`` is made of is unpickled.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.support.formatting import first_of
 
 PIECE_BYTES = 64 << 20
-"""Bytes that are read, written or kept beside the shards at a time."""
+"""What is read, written or kept beside the shards at a time."""
 _WITHOUT_ROWS = ("._output_segments_tensor", "._current_iter_tensor", "._scalar_logger_steps", "._hash_zch_bucket")
-"""Ends of the names of managed collisions' buffers that every rank has whole."""
+"""Buffers of managed collisions that every rank has whole."""
 
 
 class RefusedError(Exception):
-    """An entry cannot be converted; names a fix."""
+    """What cannot be carried, and what would help."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """Part of a checkpoint to copy into a shard, or to add with a factor, its share."""
+    """A part of a checkpoint that goes into a shard: copied, or, with a share, added that many times."""
 
     item: ReadItem
     share: float | None = None
 
 
 def read_bytes(key: str) -> ReadItem:
-    """Return a read of an entry that is no tensor."""
+    """A read of what is no tensor."""
     index, zero = MetadataIndex(key), torch.Size([0])
     return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
 
@@ -67,7 +67,7 @@ def rectangle(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageM
 def pieces(
     whole: ChunkStorageMetadata, like: TensorStorageMetadata | TensorWriteData
 ) -> Iterator[ChunkStorageMetadata]:
-    """Yield blocks of rows of at most :data:`PIECE_BYTES`, and at least one row."""
+    """Blocks of rows; as many rows as :data:`PIECE_BYTES` hold of a tensor, and one at least."""
     if not whole.sizes:
         yield whole
         return
@@ -78,9 +78,14 @@ def pieces(
 
 
 def check_row_blocks(key: str, entry: TensorStorageMetadata, table: str, here: Iterable[ChunkStorageMetadata]) -> None:
-    """Raise RefusedError if this rank's row blocks are not among the saved ones.
+    """Managed collisions map ids to rows in each row block by itself: what they know of one says nothing of another.
 
-    Managed collisions map ids to rows in each row block by itself.
+    Args:
+        key: of a buffer of theirs.
+        here: row blocks of this rank.
+
+    Raises:
+        RefusedError: not all of them were row blocks when the buffer was saved.
     """
     if key.endswith(_WITHOUT_ROWS):
         return
@@ -101,7 +106,11 @@ def overlaps(
     index: MetadataIndex,
     share: float | None = None,
 ) -> list[Read]:
-    """Return reads of a rectangle of a saved tensor into a shard; raises RefusedError if a part is missing."""
+    """Reads of a rectangle of a saved tensor into all of a shard.
+
+    Raises:
+        RefusedError: the checkpoint lacks a part of it.
+    """
     parts, reads = list(pieces(wanted, entry)), []
     found = create_read_items_for_chunk_list(key, entry, parts)
     if sum(math.prod(item.lengths) for item in found) != math.prod(wanted.sizes):
@@ -117,17 +126,14 @@ def overlaps(
 def state_reads(
     table: SavedTable, name: str, index: MetadataIndex, sizes: tuple[int, ...], weights: ChunkStorageMetadata
 ) -> list[Read]:
-    """Return reads that make up a shard of an optimizer state by :data:`~dreamshard_planner.across_plans.layout.RULES`.
+    """Reads that make up a shard of an optimizer state by :data:`~dreamshard_planner.across_plans.layout.RULES`.
 
     Args:
-        table: saved table.
-        name: of the state.
-        index: of the shard.
         sizes: of the shard.
-        weights: the shard of the table's weights.
+        weights: the shard of the table's weights that it belongs to.
 
     Raises:
-        RefusedError: no rule converts the saved state.
+        RefusedError: no rule makes this state of that in the checkpoint.
     """
     key, entry, rows = table.states[name], table.state_entries[name], table.entry.size[0]
     if JOINS.get(name) is Join.SINGLE:
@@ -152,7 +158,7 @@ def state_reads(
 
 
 def _slices_in_common(table: SavedTable, name: str, weights: ChunkStorageMetadata) -> dict[int, int]:
-    """Return the columns that a shard shares with each saved column slice, by the slice's number."""
+    """Saved column slices that a shard's row-wise state is made of, by number, and how many columns they share."""
     first, width = weights.offsets[1], weights.sizes[1]
     common = {
         number: min(start + columns, first + width) - max(start, first)
@@ -166,10 +172,10 @@ def _slices_in_common(table: SavedTable, name: str, weights: ChunkStorageMetadat
 
 
 class FillingPlanner(DefaultLoadPlanner):
-    """Writes reads into shards: copied, or added with their share."""
+    """Puts reads where they belong: copied, or added by their share."""
 
     def keep(self, reads: list[Read]) -> list[ReadItem]:
-        """Return the items of reads, and remember their shares."""
+        """The items of reads, whose shares are kept until they come back."""
         self._shares = {read.item: read.share for read in reads if read.share is not None}
         return [read.item for read in reads]
 
@@ -179,7 +185,7 @@ class FillingPlanner(DefaultLoadPlanner):
         return new_plan
 
     def _landing(self, read_item: ReadItem) -> Tensor:
-        """Return the target part of a shard in its saved shape: a row's value may have a second dimension."""
+        """The part of a shard, in the shape in which it is saved: a row's value may have a second dimension."""
         shard, lengths = self.lookup_tensor(read_item.dest_index).detach(), read_item.lengths
         if shard.dim() == len(lengths):
             return narrow_tensor_by_index(shard, read_item.dest_offsets, lengths)
@@ -213,10 +219,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class BoundedReader(FileSystemReader):
-    """``FileSystemReader`` that reads large saved shards by :data:`PIECE_BYTES`.
+    """Reads a large saved shard by :data:`PIECE_BYTES`, where ``FileSystemReader`` holds all of it.
 
     Raises:
-        CheckpointError: the folder holds no whole checkpoint, or a damaged one; names it.
+        CheckpointError: there is no whole checkpoint in the folder, or a damaged one; names it.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Models from shipped collections, lists of tables and functions of users, and jobs to plan them offline."""
+"""Planning without training anything: models of the shipped collections, of lists of tables, of a user's function, and
+jobs that name all that their plan depends on."""
 
 from __future__ import annotations
 
@@ -44,21 +45,22 @@ from dreamshard_planner.workload.tables import FeatureStatistics
 
 @dataclass(frozen=True)
 class OfflineModel:
-    """A model with constraints and statistics of its tables."""
+    """A model, and what is known of its tables."""
 
     name: str
     module: nn.Module
     constraints: Mapping[str, ParameterConstraints]
     statistics: TableStatistics | None
     specs: tuple[TableSpec, ...] = ()
-    """Specifications of its tables; none for a user's own module."""
+    """What it was made from; none for a user's own module."""
 
     @classmethod
     def of_specs(cls, specs: Sequence[TableSpec], name: str = "tables") -> OfflineModel:
-        """Make collections on the meta device: for pooled tables, for weighted ones, and for sequence tables by dim.
+        """Collections on the meta device: one of pooled tables, one of weighted ones, one of the sequence tables of
+        each dim.
 
         Raises:
-            TaskError: tables give a shared feature different statistics.
+            TaskError: tables say different things of a feature that they share; names them.
         """
         of_kinds = {kind: list(group) for kind, group in groupby(sorted(specs, key=_collection), key=_collection)}
         constraints = {
@@ -83,7 +85,7 @@ class OfflineModel:
         statistics: TableStatistics | None,
         name: str,
     ) -> OfflineModel:
-        """Make one collection per module, by its path in the model; "" is the model itself."""
+        """One collection for the tables of each module, by its path in the model; "" is the model itself."""
         root = nn.Module()
         for path, specs in tables.items():
             made = _made(_collection(specs[0]), specs)
@@ -99,14 +101,15 @@ class OfflineModel:
         return cls(name, root, constraints, statistics)
 
     def with_statistics(self, statistics: TableStatistics) -> OfflineModel:
-        """Return the model with other statistics over its own; StatisticsError if they have none of its features."""
+        """The same with statistics of real data over what the list says; StatisticsError where they are of none of its
+        features."""
         statistics.unused(name for table in table_configs(self.module).values() for name in table.feature_names)
         return replace(self, statistics=TableStatistics({**(self.statistics or {}), **statistics}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All inputs of a plan; ``dataclasses.replace`` makes another. TaskError for a batch without samples."""
+    """All that a plan depends on; ``dataclasses.replace`` makes another. TaskError for a batch without samples."""
 
     model: OfflineModel
     machine: Machine
@@ -123,12 +126,12 @@ class Job:
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """Warnings of inputs that are hardly meant."""
+        """Machine, and tables whose shape or ids are hardly meant, in words."""
         tables = doubtful_inputs(self.model.module, get_default_sharders(), self.model.statistics, self.machine.device)
         return (*self.machine.doubtful, *tables)
 
     def planner(self) -> DreamShardPlanner:
-        """Make a planner for the job."""
+        """A planner for the job."""
         reservation = None if self.reserve is None else ShareReservation(self.reserve)
         return DreamShardPlanner(
             topology=self.machine.topology(),
@@ -140,7 +143,11 @@ class Job:
         )
 
     def plan(self) -> PlannedJob:
-        """Plan the job; PlannerError if tables do not fit."""
+        """Plan it.
+
+        Raises:
+            PlannerError: TorchRec's, where tables do not fit.
+        """
         start = time.perf_counter()
         with _known_warnings():
             planner = self.planner()
@@ -148,7 +155,7 @@ class Job:
         return PlannedJob(self, planner, plan, time.perf_counter() - start)
 
     def read(self) -> DreamShardPlanner:
-        """Return a planner that has read the model, for existing plans."""
+        """A planner that has read the model, for plans that are there already."""
         with _known_warnings():
             planner = self.planner()
             planner.read(self.model.module, get_default_sharders())
@@ -156,7 +163,7 @@ class Job:
 
 
 class ShareReservation(FixedPercentageStorageReservation):
-    """Reserves a share of every rank's own memory, also on CPUs, where TorchRec's reserves none."""
+    """Keeps a share of every rank's own memory: also of CPU ranks', which TorchRec's leaves whole."""
 
     def __init__(self, share: float) -> None:
         super().__init__(share)
@@ -167,7 +174,7 @@ class ShareReservation(FixedPercentageStorageReservation):
         left = super().reserve(topology, *arguments, **named)
         kind = "ddr" if topology.compute_device == "cpu" else "hbm"
         for before, after in zip(topology.devices, left.devices, strict=True):
-            # Rounded, so that a plan file's share leaves the same bytes.
+            # Rounded, so that the share that a plan file tells leaves the same bytes again.
             setattr(after.storage, kind, round((1 - self._share) * getattr(before.storage, kind)))
         return left
 
@@ -180,32 +187,33 @@ class PlannedJob:
     planner: DreamShardPlanner
     plan: ShardingPlan
     seconds: float
-    """Duration of planning."""
+    """That planning took."""
 
     @cached_property
     def saved(self) -> SavedPlan:
-        """The plan with all its inputs."""
+        """The plan, with all that it was made from."""
         return self.planner.saved_plan()
 
     @property
     def report(self) -> Report:
-        """Report on the plan and its rivals."""
+        """On the plan, and what it was chosen from."""
         return self.planner.report()
 
 
 @contextmanager
 def _known_warnings() -> Iterator[None]:
-    """Suppress warnings that :attr:`Job.doubtful` tells once."""
+    """Without those that tell users of a job nothing."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InputWarning)
+        warnings.simplefilter("ignore", InputWarning)  # told once, by :attr:`Job.doubtful`
         yield
 
 
 def read_model(source: str) -> OfflineModel:
-    """Return a model from a list of tables (``tables.json``), a function (``package.module:function``) or a collection.
+    """The model that ``source`` names: a list of tables (``tables.json``), a function that returns the model
+    (``package.module:function``), or a shipped collection.
 
     Raises:
-        TaskError: there is none, or it cannot be read.
+        TaskError: there is none; names what is wrong with it.
     """
     if ":" in source and not os.path.exists(source):
         return OfflineModel(source, _called(source), {}, None)
@@ -222,7 +230,7 @@ def read_model(source: str) -> OfflineModel:
 
 
 def _called(source: str) -> nn.Module:
-    """Call a user's function, which may be in the current folder."""
+    """What a user's function returns; the current folder counts, as with ``python -m``."""
     path, _, function = source.rpartition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -239,7 +247,7 @@ def _called(source: str) -> nn.Module:
 
 
 def _told(specs: Sequence[TableSpec], source: str) -> dict[str, FeatureStatistics]:
-    """Return the statistics in specifications, by feature."""
+    """What tables say of their features."""
     told: dict[str, tuple[str, FeatureStatistics]] = {}
     for spec in specs:
         for feature, statistics in spec.features.items():
@@ -290,9 +298,9 @@ def _made(kind: str, specs: Sequence[TableSpec]) -> nn.Module:
 
 
 def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return class and arguments of an optimizer by its name in lists or FBGEMM's; the class decides memory."""
+    """The class that TorchRec estimates memory by, and arguments, of an optimizer by its name in lists or FBGEMM's."""
     kind = OPTIMIZERS.get(name.removeprefix("exact_"))
     if kind is not None:
         return kind, {}
-    # TorchRec counts one state per weight for all others; the argument decides what FBGEMM runs.
+    # One state for every weight, as TorchRec counts of all others; the argument decides what FBGEMM runs.
     return Adagrad, {"optimizer": EmbOptimType.__members__.get(name.upper())}

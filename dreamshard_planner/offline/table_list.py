@@ -32,14 +32,14 @@ OPTIMIZERS = {
     "adam": torch.optim.Adam,
 }
 WEIGHTS: dict[float, Literal["fp32", "fp16"]] = {4: "fp32", 2: "fp16"}
-"""Data types of a pool's weights, by their bytes."""
+"""Of a pool's tables, by their bytes."""
 MAX_WEIGHTS, MAX_DIM = 2**53, 2**20
-"""Bounds of a table."""
+"""Of a table."""
 LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual and not kernel.serves)
 
 
 def _whole(value: Any) -> Any:
-    """Convert ``1e6``, a fraction in JSON, to a whole number."""
+    """``1e6``, which JSON has for a fraction."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -51,7 +51,7 @@ Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class _Declared:
-    """Properties of a table that lists and models have in common."""
+    """What lists and models say of a table in the same words."""
 
     __pydantic_config__: ClassVar = STRICT
     name: Text
@@ -61,10 +61,10 @@ class _Declared:
     """``none``: a sequence table, of an EmbeddingCollection."""
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
     weighted: bool = False
-    """True if lookups carry per-sample weights."""
+    """Whether lookups carry per-sample weights."""
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = "sgd"
     sharding_types: ShardingTypes | None = None
-    """Allowed types; None: all."""
+    """Allowed ones; None: all."""
     compute_kernels: Kernels | None = None
     min_partition: Count | None = None
     """Columns of the narrowest slice."""
@@ -88,13 +88,14 @@ class TableSpec(_Declared):
     """One table of a list."""
 
     features: Mapping[str, FeatureStatistics | None]
-    """Statistics of its features by name; None if unknown."""
+    """Names of the features that it serves, and how each reads it; None where nobody said."""
     cache: CacheParams | None = None
-    """Cache parameters of a pool's table."""
+    """What a pool says of its cache."""
 
     @classmethod
     def of_table(cls, table: Table) -> TableSpec:
-        """Convert a table of a pool; several features are numbered. TaskError if no list can express it."""
+        """A table of a pool: its features are called like it, numbered where they are several; TaskError for what no
+        list can say."""
         several = len(table.features) > 1
         if table.served or table.weight_bytes not in WEIGHTS:
             raise TaskError(
@@ -121,7 +122,7 @@ class TableSpec(_Declared):
         )
 
     def table(self, statistics: Mapping[str, FeatureStatistics]) -> Table:
-        """Return the table that workloads are made of; ``statistics`` take precedence over the list's."""
+        """As workloads are made of it; statistics of real data go before what the list says."""
         return Table(
             name=self.name,
             rows=self.num_embeddings,
@@ -134,7 +135,7 @@ class TableSpec(_Declared):
 
 
 def _cache(table: Table) -> CacheParams | None:
-    """Return the cache of a pool's table; None without one, or for the default, whose size is planned."""
+    """Of a pool's table; None where it has none, or the default one, whose size is planned."""
     sized = table.cache_load_factor != CACHE_LOAD_FACTOR
     if table.memory != "uvm_caching" or not (sized or table.prefetched):
         return None
@@ -148,9 +149,9 @@ class ListedTable(_Declared):
     """One table as a list has it."""
 
     feature_names: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """Default: one feature with the table's name."""
+    """Default: one feature, called as the table."""
     pooling_factor: float | tuple[float, ...] | None = None
-    """One factor for all features, or one for each; None: TorchRec's default."""
+    """Of all features, or of each; None: nobody said, and TorchRec's default is assumed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,7 +164,7 @@ class ListedTable(_Declared):
             raise ValueError("lookups of sequence tables (pooling 'none') take no weights")
 
     def spec(self) -> TableSpec:
-        """Return its specification; StatisticsError for impossible pooling factors."""
+        """With its features; StatisticsError for impossible pooling factors."""
         names, factors = self.feature_names or (self.name,), self.pooling_factor
         each = factors if isinstance(factors, tuple) else (factors,) * len(names)
         features = {
@@ -181,11 +182,12 @@ class _TableList:
     schema: str
     tables: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults of all tables."""
+    """What holds for tables that don't say."""
 
 
 def read_table_list(path: str | Path) -> list[TableSpec]:
-    """Read a JSON list of tables, or a pool of :func:`~dreamshard_planner.workload.pools.save_tables`.
+    """Tables of a JSON file: a list of this module's schema, or a pool of
+    :func:`~dreamshard_planner.workload.pools.save_tables`.
 
     Raises:
         TaskError: names the file, the table and the mistake.

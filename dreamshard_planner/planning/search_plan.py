@@ -306,8 +306,8 @@ def _rated(cost: Cost, plans: Mapping[str, Sharding | None]) -> tuple[ReportEntr
 def _roll_outs(context: PlanRater, settings: SearchSettings, plans: dict[str, Sharding | None]) -> Further:
     """Return a maker of starts by the policy, which adds the cheapest start to ``plans``."""
 
-    def starts(cost: Cost, asked: OptionTotals, level: Sequence[Sharding], seconds: float | None) -> list[Sharding]:
-        made = policy_starts(cost, context.checkpoint.policy, asked, level, seconds, settings.config.effort)
+    def starts(cost: Cost, asked: OptionTotals, seconds: float | None) -> list[Sharding]:
+        made = policy_starts(cost, context.checkpoint.policy, asked, seconds, settings.config.effort)
         plans["policy"] = made[0] if made else None
         return made
 

@@ -6,74 +6,101 @@ sum, over compute and collectives, of the highest rank's height, and the start-u
 anything. Heights are relative to the level height, which ranks would have if every table took its cheapest option and
 all of it spread evenly, so that tasks of any size look alike.
 
-Tables come in descending order of what their cheapest option costs. The actions of a table are its options times
-:data:`RULES`, each of which lays all units of an option down side by side, where they raise one measure of the heights
-least. Options whose units find no room are masked, as are sharding types that an episode does without. A table that
-finds no room at all ends its episode as infeasible. Reward: minus the cost of the finished plan.
+An episode has several *sweeps* over the tables, which come in descending order of what their cheapest option costs. The
+first sweep lays every table down. Later sweeps take each up again and lay it down anew, so that it sees where all
+others lie. An action is one option of the table at hand, and places all its units where they raise the ranks' heights
+least. Each sweep has a *sharpness*: the exponent of the power mean of heights that counts as their maximum. Blunt means
+see all ranks, and sharp ones the highest; so early sweeps choose options, and the last ones level the ranks.
+
+Options whose units find no room are masked, as are sharding types that an episode does without. A table that finds no
+room at all ends its episode as infeasible. Reward: minus the cost of the finished plan.
 
 Many episodes of one task advance together; the only Python loop is over tables. States are running sums, so that a step
-costs O(options x ranks).
+costs O(options x ranks), whatever the number of tables. They are numpy arrays, whose calls cost a third of torch's.
 
-Shapes: E episodes, T tables, O options of the table at hand, K rules, A = O x K actions, U units of an option (padded),
-D ranks, C collectives, J of them that an option sends in (padded), R = 1 + J heights that it raises, H latent channels,
-G fused groups, M limits, Y channels of actions, N types of sharding.
+Shapes: E episodes, T tables, O options of the table at hand, which are the actions, U units of an option, L span of a
+unit, D ranks, N positions (D, of which wide units use the first), C collectives, J of them that an option sends in
+(padded), R = 1 + J heights that it raises, X parts laid down, H latent channels, G fused groups, M limits, Y channels
+of actions, N types of sharding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dreamshard_planner.cost.compute import both_passes
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Sharding, has_room
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
 
 TYPES = (TW, CW, TWCW, RW, TWRW, GRID, DP)
 """That actions know, in the order of the network's channels; a type that is added later is no action."""
-RULES = ("mean_8", "mean_2", "highest")
-"""What a rule's positions raise least: the power mean of the heights of all ranks, of exponent 8 or 2, or the highest
-one; among equals, the first."""
-TIES = 1e-3
-"""Weight of the mean of exponent 8 beside the highest rank: many positions do not raise that."""
-RISES = ("mean", "mean_2", "mean_8", "highest")
-CHANNELS = tuple(f"{rise}_{of}" for rise in RISES for of in ("compute", "exchanges")) + ("start_up",)
-"""What an action raises, of compute and of exchanges: the heights' mean, power means and maximum; and what collectives
-take that nothing was sent in before."""
+WHOLE_TYPES = tuple(kind for kind in TYPES if SHARDING_TYPES[kind].is_whole)
+"""That leave a table whole."""
+CHANNELS = ("mean_compute", "mean_exchanges", "peak_compute", "peak_exchanges", "start_up")
+"""Rises by an action: of the mean and the power mean of heights, of compute and of exchanges; and what collectives take
+that nothing was sent in before."""
 AMPLE = 0.5
 """Share of the device memory up to which all tables may fill it before options in host memory become actions."""
 DESCRIBED = len(TYPES) + 7
 """Channels that say what an option is."""
+NOTHING = 1e-9
+"""Heights up to which a collective counts as unused: differences leave a rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How one sweep weighs heights."""
+
+    doublings: int
+    """Doublings of the exponent of the power mean: 3 for the exponent 8."""
+    mean: float = 0.0
+    """Weight of the mean of heights, beside the power mean, which has the rest."""
 
 
 @dataclass(frozen=True)
 class TableActions:
-    """The options of one table, as actions take them."""
+    """The options of one table, as actions take them, in ascending order of span."""
 
     table: int
-    option_O: tuple[int, ...]
-    span_O: Tensor
-    part_OUD: Tensor
-    """Part of each unit that a rank gets, were the unit to lie there, int64."""
-    exists_OU: Tensor
-    """Which units an option has, bool."""
-    pinned_OU: Tensor
-    """First rank of units that must lie somewhere; -1 for others."""
-    group_O: Tensor
-    collective_OJ: Tensor
+    option_O: np.ndarray
+    span_O: np.ndarray
+    units_O: np.ndarray
+    parts: tuple[np.ndarray, ...]
+    """Parts of each option's units, int64 [U, L] each."""
+    part_OD: np.ndarray
+    """Part that each rank would get of an option's first unit."""
+    pinned: tuple[tuple[int, ...] | None, ...]
+    """Positions of units that must lie somewhere; None for others."""
+    group_O: np.ndarray
+    collective_OJ: np.ndarray
     """Those that an option sends in; C, which has no bytes, where padded."""
-    type_O: Tensor
+    type_O: np.ndarray
     level: float
     """What the cheapest option adds to the level height."""
-    described_OY: Tensor
-    """What the options are, float32 [O, DESCRIBED]."""
+    described_OY: np.ndarray
+    """What the options are, [O, DESCRIBED]."""
+
+    @cached_property
+    def alike_O(self) -> np.ndarray:
+        """Whether all units of an option have the same parts."""
+        return np.array([bool((part_UL == part_UL[0]).all()) for part_UL in self.parts])
+
+    @cached_property
+    def wide(self) -> tuple[tuple[int, slice], ...]:
+        """Spans of more than one rank, and the options that have them."""
+        spans = [span for span in np.unique(self.span_O).tolist() if span > 1]
+        return tuple(
+            (span, slice(*(int(np.searchsorted(self.span_O, span, side)) for side in ("left", "right"))))
+            for span in spans
+        )
 
 
 class ShardingTask:
@@ -82,22 +109,22 @@ class ShardingTask:
     Args:
         cost: the problem and its cost.
         asked: what its options ask of all ranks together.
+        types: sharding types that are actions, where a table has any of them.
     """
 
-    def __init__(self, cost: Cost, asked: OptionTotals) -> None:
+    def __init__(self, cost: Cost, asked: OptionTotals, types: Sequence[str] = TYPES) -> None:
         problem = cost.problem
         self.cost, self.problem, self._asked = cost, problem, asked
         self.level_ms = max(1e-9, asked.least_ms / problem.num_ranks)
         collectives = problem.collectives.collectives
-        per_byte_C = sum(problem.collectives.alone_ms_per_byte()) / self.level_ms
-        self.start_up_C = torch.tensor(
-            [sum(model.latency_ms for model in each.passes if model.world_size > 1) for each in collectives] + [0.0],
-            dtype=torch.float64,
-        ).div(self.level_ms)
+        forward_C, backward_C = problem.collectives.alone_ms_per_byte()
+        per_byte_C = (forward_C + backward_C).numpy() / self.level_ms
+        start_up = [sum(model.latency_ms for model in each.passes if model.world_size > 1) for each in collectives]
+        self.start_up_C = np.array([*start_up, 0.0]) / self.level_ms
         """What each collective takes to start; and nothing, for padding."""
-        self.sent_PC = torch.nn.functional.pad(problem.bytes_PC * per_byte_C, (0, 1))
+        self.sent_PC = np.pad(problem.bytes_PC.numpy() * per_byte_C, ((0, 0), (0, 1)))
         """What each part adds to the height of its rank in each collective; and nothing, for padding."""
-        self._kept_TO = self._kept()
+        self._kept_TO = self._kept(types)
         total_TO = np.where(self._kept_TO, asked.total_ms_TO, np.inf)
         self._order_T = np.argsort(-total_TO.min(1), kind="stable")
         cheapest_T = total_TO.min(1)[self._order_T]
@@ -106,24 +133,30 @@ class ShardingTask:
         self.left_T = 1 - np.concatenate([[0.0], self.share_T.cumsum()[:-1]])
         """The same of each table and all that follow."""
         self._ahead_TNY = self._ahead(total_TO[self._order_T])
+        most_M = np.where(self._kept_TO[..., None], asked.needs_TOM, 0.0).max(1).sum(0)
+        self.scarce_M = np.flatnonzero(most_M > problem.limits_DM.numpy().min(0))
+        """Limits that may bind: all tables together might exceed them on one rank."""
+        self._actions: dict[int, TableActions] = {}
 
     @property
     def num_tables(self) -> int:
         return self.problem.num_tables
 
-    def _kept(self) -> np.ndarray:
-        """Options that are actions, bool [T, O]: of :data:`TYPES`; and where tables in device memory would fill little
-        of it, none in host memory, unless a table has no others."""
+    def _kept(self, types: Sequence[str]) -> np.ndarray:
+        """Options that are actions, bool [T, O]: of some types; and where tables in device memory would fill little of
+        it, none in host memory, unless a table has no others."""
         problem, finite_TO = self.problem, np.isfinite(self._asked.total_ms_TO)
-        room_TO = np.zeros_like(finite_TO)
+        room_TO, named_TO = np.zeros_like(finite_TO), np.zeros_like(finite_TO)
         is_host_TO, is_replica_TO = np.zeros_like(finite_TO), np.zeros_like(finite_TO)
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
                 fits = len(option.units) * option.units[0].span <= problem.num_ranks
                 room_TO[table, index] = fits and option.sharding_type in TYPES
+                named_TO[table, index] = option.sharding_type in types
                 is_host_TO[table, index] = in_host_memory(option.kernel)
                 is_replica_TO[table, index] = SHARDING_TYPES[option.sharding_type].is_replicated
         kept_TO = finite_TO & room_TO
+        kept_TO = np.where((kept_TO & named_TO).any(1, keepdims=True), kept_TO & named_TO, kept_TO)
         most_T = np.where(kept_TO & ~is_host_TO & ~is_replica_TO, self._asked.needs_TOM[..., 0], 0.0).max(1)
         if most_T.sum() <= AMPLE * self._asked.limits_M[0]:
             fast_TO = kept_TO & ~is_host_TO
@@ -148,71 +181,72 @@ class ShardingTask:
         return np.stack(ahead, 1)
 
     def actions(self, step: int) -> TableActions:
-        """Of the table that comes at a step."""
+        """Return the actions of the table that comes at a step."""
+        if step not in self._actions:
+            self._actions[step] = self._read_actions(step)
+        return self._actions[step]
+
+    def _read_actions(self, step: int) -> TableActions:
         problem, table = self.problem, int(self._order_T[step])
         all_options, ranks = problem.tables[table], problem.num_ranks
         chosen = sorted(np.flatnonzero(self._kept_TO[table]).tolist(), key=lambda o: all_options[o].units[0].span)
         options = [all_options[index] for index in chosen]
-        most = max(len(option.units) for option in options)
-        part_OUD = np.zeros((len(options), most, ranks), dtype=np.int64)
-        pinned_OU = np.full((len(options), most), -1)
-        sends: list[list[int]] = []
-        for row, option in enumerate(options):
-            parts_UL = np.array([unit.parts for unit in option.units])
-            span = parts_UL.shape[1]
-            part_OUD[row, : len(parts_UL)] = np.tile(parts_UL, ranks // span)
-            if option.pinned is not None:
-                pinned_OU[row, : len(parts_UL)] = np.array(option.pinned) * span
-            sends.append(np.flatnonzero(self._sends_PC[parts_UL.ravel()].any(0)).tolist())
+        spans = [option.units[0].span for option in options]
+        parts = tuple(
+            problem.parts_of(table, index).reshape(-1, span) for index, span in zip(chosen, spans, strict=True)
+        )
+        sends = [np.flatnonzero(self.sent_PC[part_UL.ravel()].any(0)).tolist() for part_UL in parts]
         width, none = max(1, *map(len, sends)), len(problem.collectives.collectives)
-        type_O = torch.tensor([TYPES.index(option.sharding_type) for option in options])
-        total_O = self._asked.total_ms_TO[table, chosen] / problem.num_ranks / self.level_ms
+        type_O = np.array([TYPES.index(option.sharding_type) for option in options])
+        total_O = self._asked.total_ms_TO[table, chosen] / ranks / self.level_ms
         return TableActions(
             table=table,
-            option_O=tuple(chosen),
-            span_O=torch.tensor([option.units[0].span for option in options]),
-            part_OUD=torch.from_numpy(part_OUD),
-            exists_OU=torch.tensor([[unit < len(option.units) for unit in range(most)] for option in options]),
-            pinned_OU=torch.from_numpy(pinned_OU),
-            group_O=torch.tensor([problem.group_of(table, index) for index in chosen]),
-            collective_OJ=torch.tensor([columns + [none] * (width - len(columns)) for columns in sends]),
+            option_O=np.array(chosen),
+            span_O=np.array(spans),
+            units_O=np.array([len(part_UL) for part_UL in parts]),
+            parts=parts,
+            part_OD=np.stack([np.tile(part_UL[0], ranks // part_UL.shape[1]) for part_UL in parts]),
+            pinned=tuple(option.pinned for option in options),
+            group_O=np.array([problem.group_of(table, index) for index in chosen]),
+            collective_OJ=np.array([columns + [none] * (width - len(columns)) for columns in sends]),
             type_O=type_O,
             level=max(1e-9, float(total_O.min())),
-            described_OY=self._described(step, chosen, type_O, torch.from_numpy(total_O)),
+            described_OY=self._described(step, chosen, type_O, total_O),
         )
 
-    @cached_property
-    def _sends_PC(self) -> np.ndarray:
-        return self.problem.bytes_PC.numpy() > 0
-
-    def _described(self, step: int, chosen: Sequence[int], type_O: Tensor, total_O: Tensor) -> Tensor:
+    def _described(self, step: int, chosen: Sequence[int], type_O: np.ndarray, total_O: np.ndarray) -> np.ndarray:
         """Type; whether in host memory; units and their span; how the tables that follow would do with this type; and
         what it costs over the cheapest option, [O, DESCRIBED]."""
         options = [self.problem.tables[int(self._order_T[step])][index] for index in chosen]
-        is_host_O = [float(in_host_memory(option.kernel)) for option in options]
-        sizes_O2 = torch.tensor([[len(option.units), option.units[0].span] for option in options]).log2()
-        times_O1 = (total_O / total_O.min().clamp_min(1e-30))[:, None]
+        is_host_O = np.array([in_host_memory(option.kernel) for option in options], dtype=np.float64)
+        sizes_O2 = np.log2([[len(option.units), option.units[0].span] for option in options])
+        times_O = total_O / max(1e-30, total_O.min())
         columns = [
-            torch.nn.functional.one_hot(type_O, len(TYPES)),
-            torch.tensor(is_host_O)[:, None],
-            sizes_O2 / torch.tensor([3.0, 8.0]),
-            torch.from_numpy(self._ahead_TNY[step])[type_O],
-            (times_O1 - 1).clamp(0, 10),
-            times_O1.log().clamp(0, 5),
+            np.eye(len(TYPES))[type_O],
+            is_host_O[:, None],
+            sizes_O2 / (3.0, 8.0),
+            self._ahead_TNY[step][type_O],
+            (times_O - 1).clip(0, 10)[:, None],
+            np.log(times_O.clip(1e-30)).clip(0, 5)[:, None],
         ]
-        return torch.cat([column.float() for column in columns], -1)
+        return np.concatenate(columns, -1)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a policy sees of the next table's actions."""
+    """The next table's actions in every episode."""
 
     actions: TableActions
-    rise_EAY: Tensor
-    """:data:`CHANNELS` of each action, over what the table adds to the level height, float32."""
-    free_EA: Tensor
-    """Share of a rank's memory that stays free where it is scarcest, float32."""
-    legal_EA: Tensor
+    rise_EOY: np.ndarray
+    """:data:`CHANNELS` of each action, over what the table adds to the level height."""
+    free_EO: np.ndarray
+    """Share of a rank's memory that stays free where it is scarcest."""
+    legal_EO: np.ndarray
+
+    def least(self, sweep: Sweep) -> np.ndarray:
+        """Return the action of each episode that raises the sweep's weighted heights least, [E]."""
+        weight_Y = np.repeat([sweep.mean, 1 - sweep.mean, 1.0], (2, 2, 1))
+        return np.where(self.legal_EO, self.rise_EOY @ weight_Y, np.inf).argmin(-1)
 
 
 class EstimatedMDP:
@@ -221,231 +255,222 @@ class EstimatedMDP:
     Args:
         task: tables and ranks.
         episodes: how many.
-        types_EN: sharding types that each episode may use, bool; where a table has no other, it takes what it has.
-        option_ET: the option that each table takes in each episode, which then only chooses rules; -1: any. Where that
-            finds no room, the table takes another one.
+        types_EN: sharding types that each episode may use in its first sweep, bool; where a table has no other, it
+            takes what it has.
     """
 
-    def __init__(
-        self, task: ShardingTask, episodes: int, types_EN: Tensor | None = None, option_ET: Tensor | None = None
-    ) -> None:
-        problem, ranks = task.problem, task.problem.num_ranks
-        self.task, self.types_EN, self.option_ET, self.step_index = task, types_EN, option_ET, 0
-        groups, channels = problem.num_groups, task.cost.latent_PH.shape[1]
-        self.latent_EGDH = torch.zeros(episodes, groups, ranks, channels, dtype=torch.float64)
-        self.group_ms_EGD = torch.zeros(episodes, groups, ranks, dtype=torch.float64)
-        self.height_ERD = torch.zeros(episodes, 1 + task.sent_PC.shape[1], ranks, dtype=torch.float64)
+    def __init__(self, task: ShardingTask, episodes: int, types_EN: np.ndarray | None = None) -> None:
+        problem, cost, ranks = task.problem, task.cost, task.problem.num_ranks
+        self.task, self.types_EN = task, types_EN
+        self._latent_PH = cost.latent_PH.numpy()
+        self._need_PM = problem.needs_PM.numpy()[:, task.scarce_M]
+        limits_DM = problem.limits_DM.numpy()[:, task.scarce_M]
+        self._limits_DM = limits_DM.astype(np.float64).clip(1)
+        compute = cost.compute
+        self._rate = compute.approximate_ms if compute.approximates else compute.group_cost_ms
+        self.latent_EGDH = np.zeros((episodes, problem.num_groups, ranks, self._latent_PH.shape[1]))
+        self.group_EGD = np.zeros((episodes, problem.num_groups, ranks))
+        """Height of each fused group."""
+        self.height_ERD = np.zeros((episodes, 1 + task.sent_PC.shape[1], ranks))
         """Of compute, of every collective, and of none."""
-        self.free_EDM = problem.limits_DM.repeat(episodes, 1, 1)
-        self.alive_E = torch.ones(episodes, dtype=torch.bool)
-        self._limits_DM = problem.limits_DM.double().clamp_min(1)
-        self._episode_E = torch.arange(episodes)
-        self._taken: list[tuple[TableActions, list[int], list[list[int]]]] = []
-        compute = task.cost.compute
-        self._group_cost = compute.approximate_ms if compute.approximates else compute.group_cost_ms
+        self.free_EDM = np.repeat(limits_DM[None], episodes, 0)
+        self.alive_E = np.ones(episodes, dtype=bool)
+        self._laid: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
+        """By table, the action of each episode, and the positions of its units."""
 
-    def observe(self) -> Choices:
-        """The next table's actions."""
-        actions = self.task.actions(self.step_index)
-        self._actions, part_OD = actions, actions.part_OUD[:, 0]
-        rises = _Rises.of(self._before(actions), self._added(actions, part_OD), actions.span_O)
-        need_ODM = self.task.problem.needs_PM[part_OD]
-        room_EOD = has_room(need_ODM, self.free_EDM[:, None])
-        fits_EOD = _over_spans(room_EOD[:, :, None], actions.span_O, torch.all)[:, :, 0]
-        self._rank_EOKU, legal_EOK = _positions(rises.keys(), fits_EOD, actions)
-        rise_EOKY = self._channels(rises, actions)
-        left_EOD = ((self.free_EDM[:, None] - need_ODM) / self._limits_DM).amin(-1)
-        free_EOK = _at(left_EOD[:, :, None], self._rank_EOKU)[:, :, 0].amin(-1)
-        return Choices(
-            actions,
-            (rise_EOKY / actions.level).flatten(1, 2).float(),
-            free_EOK.flatten(1).float(),
-            self._legal(actions, legal_EOK).flatten(1),
+    def observe(self, step: int, sweep: Sweep) -> Choices:
+        """Take up the table of a step, if it lies anywhere; return its actions."""
+        actions = self._actions = self.task.actions(step)
+        first_sweep = actions.table not in self._laid
+        if not first_sweep:
+            self._take_up(actions)
+        ranks = self.task.problem.num_ranks
+        self._after_EOD = self._compute(self.latent_EGDH[:, actions.group_O] + self._latent_PH[actions.part_OD])
+        compute_O1 = np.zeros((len(actions.option_O), 1), dtype=np.int64)
+        before_EORD = self.height_ERD[:, np.concatenate([compute_O1, actions.collective_OJ + 1], 1)]
+        added_EORD = np.empty_like(before_EORD)
+        added_EORD[:, :, 0] = self._after_EOD - self.group_EGD[:, actions.group_O]
+        added_EORD[:, :, 1:] = self.task.sent_PC[actions.part_OD[:, None], actions.collective_OJ[..., None]]
+        before_p, after_p = (_powers(values, sweep.doublings) for values in (before_EORD, before_EORD + added_EORD))
+        sum_EOR1 = before_p.sum(-1, keepdims=True) / ranks
+        mean_EOR1 = _roots(sum_EOR1, sweep.doublings)
+        added_EORN = _over_spans(added_EORD / ranks, actions, 0.0)
+        more_EORN = _over_spans((after_p - before_p) / ranks, actions, 0.0)
+        rise_EORN = _roots((sum_EOR1 + more_EORN).clip(0), sweep.doublings) - mean_EOR1
+        key_EON = (sweep.mean * added_EORN + (1 - sweep.mean) * rise_EORN).sum(2)
+        fits_EON, left_EOD = self._room(actions)
+        key_EON = np.where(fits_EON, key_EON, np.inf)
+        position_EOU, legal_EO = _positions(key_EON, actions)
+        exists_O1U = (np.arange(position_EOU.shape[-1]) < actions.units_O[:, None])[:, None]
+        if position_EOU.shape[-1] == 1:
+            mean_EOR, peak_EOR = (_at(values, position_EOU)[..., 0] for values in (added_EORN, rise_EORN))
+        else:
+            mean_EOR = (_at(added_EORN, position_EOU) * exists_O1U).sum(-1)
+            peak_p = sum_EOR1[..., 0] + (_at(more_EORN, position_EOU) * exists_O1U).sum(-1)
+            peak_EOR = _roots(peak_p.clip(0), sweep.doublings) - mean_EOR1[..., 0]
+        self._position_EOU = position_EOU
+        unused_EOJ = before_EORD[:, :, 1:].max(-1) <= NOTHING
+        rise_EOY = np.stack(
+            [
+                *(part_EO for of in (mean_EOR, peak_EOR) for part_EO in (of[..., 0], of[..., 1:].sum(-1))),
+                (unused_EOJ * self.task.start_up_C[actions.collective_OJ]).sum(-1),
+            ],
+            -1,
         )
+        free_EO = np.take_along_axis(left_EOD, position_EOU[..., :1] * actions.span_O[:, None], -1)[..., 0]
+        legal_EO = self._legal(actions, legal_EO, self.types_EN if first_sweep else None)
+        return Choices(actions, rise_EOY / actions.level, free_EO, legal_EO)
 
-    def _before(self, actions: TableActions) -> Tensor:
-        """Heights that each option would raise, as they are, [E, O, R, D]."""
-        compute_O1 = torch.zeros(len(actions.option_O), 1, dtype=torch.int64)
-        return self.height_ERD[:, torch.cat([compute_O1, actions.collective_OJ + 1], 1)]
+    def _room(self, actions: TableActions) -> tuple[np.ndarray, np.ndarray]:
+        """Whether a unit of each option finds room at each position, and the share of each rank's memory that its part
+        would leave where it is scarcest, both [E, O, N]."""
+        shape = (len(self.alive_E), *actions.part_OD.shape)
+        if not len(self.task.scarce_M):
+            fits_EON = np.ones(shape, dtype=bool)
+            for span, some in actions.wide:
+                fits_EON[:, some, shape[-1] // span :] = False
+            return fits_EON, np.ones(shape)
+        need_ODM = self._need_PM[actions.part_OD]
+        left_EODM = self.free_EDM[:, None] - need_ODM
+        no_room_EOD = ((left_EODM < 0) & (need_ODM > 0)).any(-1)
+        return _over_spans(no_room_EOD.astype(np.float64), actions, 1.0) == 0, (left_EODM / self._limits_DM).min(-1)
 
-    def _added(self, actions: TableActions, part_OD: Tensor) -> Tensor:
-        """What the first unit of each option would add to them on each rank, [E, O, R, D]."""
-        latent_EODH = self.latent_EGDH[:, actions.group_O] + self.task.cost.latent_PH[part_OD]
-        self._after_ms_EOD = both_passes(self._group_cost(latent_EODH)).double()
-        compute_EOD = (self._after_ms_EOD - self.group_ms_EGD[:, actions.group_O]) / self.task.level_ms
-        column_ODJ = actions.collective_OJ[:, None].expand(-1, part_OD.shape[1], -1)
-        sent_OJD = self.task.sent_PC[part_OD].gather(-1, column_ODJ).transpose(1, 2)
-        return torch.cat([compute_EOD[:, :, None], sent_OJD.expand(len(compute_EOD), -1, -1, -1)], 2)
+    def _compute(self, latent_XH: np.ndarray) -> np.ndarray:
+        """Heights of fused groups by their latents."""
+        return both_passes(self._rate(torch.from_numpy(latent_XH))).numpy() / self.task.level_ms
 
-    def _channels(self, rises: _Rises, actions: TableActions) -> Tensor:
-        """:data:`CHANNELS` of all units of each action together, [E, O, K, Y]."""
-        risen = rises.together(self._rank_EOKU, actions.exists_OU)
-        columns = [part for rise_EORK in risen for part in (rise_EORK[:, :, 0], rise_EORK[:, :, 1:].sum(2))]
-        start_up_OJ = self.task.start_up_C[actions.collective_OJ]
-        opened_EO = ((rises.highest_EOR[:, :, 1:] <= 0) * start_up_OJ).sum(-1)
-        return torch.stack([*columns, opened_EO[..., None].expand_as(columns[0])], -1)
+    def _legal(self, actions: TableActions, legal_EO: np.ndarray, types_EN: np.ndarray | None) -> np.ndarray:
+        """Actions of the types that an episode may use, where there are any. Dead episodes keep one legal action, so
+        that a softmax stays defined."""
+        if types_EN is not None:
+            narrow_EO = legal_EO & types_EN[:, actions.type_O]
+            legal_EO = np.where(narrow_EO.any(-1, keepdims=True), narrow_EO, legal_EO)
+        dead_E = ~legal_EO.any(-1)
+        if dead_E.any():
+            self.alive_E = self.alive_E & ~dead_E
+            legal_EO[dead_E, 0] = True
+        return legal_EO
 
-    def _legal(self, actions: TableActions, legal_EOK: Tensor) -> Tensor:
-        """Actions of the types and options that an episode may use, where there are any. Dead episodes keep one legal
-        action, so that a softmax stays defined."""
-        if self.types_EN is not None:
-            legal_EOK = _narrowed(legal_EOK, self.types_EN[:, actions.type_O])
-        if self.option_ET is not None:
-            option_E1 = self.option_ET[:, [actions.table]]
-            legal_EOK = _narrowed(legal_EOK, option_E1 == torch.tensor(actions.option_O))
-        dead_E = ~legal_EOK.flatten(1).any(-1)
-        self.alive_E = self.alive_E & ~dead_E
-        legal_EOK[dead_E, 0, 0] = True
-        return legal_EOK
+    def step(self, action_E: np.ndarray) -> None:
+        """Lay the table at hand down in every episode; call :meth:`observe` first."""
+        actions = self._actions
+        positions = [
+            self._position_EOU[episode, action, : actions.units_O[action]] for episode, action in enumerate(action_E)
+        ]
+        self._laid[actions.table] = action_E, positions
+        row_X, group_X, rank_X, part_X = self._change(actions, 1)
+        if actions.alike_O[action_E].all():
+            height_X = self._after_EOD[row_X, action_E[row_X], rank_X]
+        else:
+            height_X = self._compute(self.latent_EGDH[row_X, group_X, rank_X])
+        self._set_compute(row_X, group_X, rank_X, height_X)
 
-    def step(self, action_E: Tensor) -> None:
-        """Shard the table at hand in every episode; call :meth:`observe` first."""
-        actions, each_E = self._actions, self._episode_E
-        option_E, rule_E = action_E // len(RULES), action_E % len(RULES)
-        rank_EU, span_E11 = self._rank_EOKU[each_E, option_E, rule_E], actions.span_O[option_E][:, None, None]
-        exists_EU1 = actions.exists_OU[option_E][..., None]
-        rank_D = torch.arange(self.task.problem.num_ranks)
-        here_EUD = (rank_D // span_E11 == rank_EU[..., None] // span_E11) & exists_EU1
-        part_EUD, weight_EUD1 = actions.part_OUD[option_E], here_EUD.double()[..., None]
-        group_E = actions.group_O[option_E]
-        self.latent_EGDH[each_E, group_E] += (self.task.cost.latent_PH[part_EUD] * weight_EUD1).sum(1)
-        self.height_ERD[:, 1:] += (self.task.sent_PC[part_EUD] * weight_EUD1).sum(1).transpose(1, 2)
-        self.free_EDM -= (self.task.problem.needs_PM[part_EUD] * here_EUD[..., None]).sum(1)
-        before_ED = self.group_ms_EGD[each_E, group_E]
-        after_ED = torch.where(here_EUD.any(1), self._after_ms_EOD[each_E, option_E], before_ED)
-        self.height_ERD[:, 0] += (after_ED - before_ED) / self.task.level_ms
-        self.group_ms_EGD[each_E, group_E] = after_ED
-        positions = (rank_EU // span_E11[..., 0]).tolist()
-        self._taken.append((actions, option_E.tolist(), positions))
-        self.step_index += 1
+    def _take_up(self, actions: TableActions) -> None:
+        """Take the table at hand off its ranks in every episode."""
+        row_X, group_X, rank_X, part_X = self._change(actions, -1)
+        np.maximum(self.height_ERD, 0.0, out=self.height_ERD)
+        latent_XH = self.latent_EGDH[row_X, group_X, rank_X]
+        latent_XH[latent_XH[:, 0] < 0.5] = 0.0  # an empty group is nothing, not the rounding of what was there
+        self.latent_EGDH[row_X, group_X, rank_X] = latent_XH
+        self._set_compute(row_X, group_X, rank_X, self._compute(latent_XH))
 
-    def relative_cost(self) -> Tensor:
-        """Cost over the level height of what is laid down, [E]; infinite where infeasible."""
-        highest_ER = self.height_ERD.amax(-1)
-        started_E = ((highest_ER[:, 1:] > 0) * self.task.start_up_C).sum(-1)
-        return (highest_ER.sum(-1) + started_E).masked_fill(~self.alive_E, torch.inf)
+    def _set_compute(self, row_X: np.ndarray, group_X: np.ndarray, rank_X: np.ndarray, height_X: np.ndarray) -> None:
+        self.height_ERD[row_X, 0, rank_X] += height_X - self.group_EGD[row_X, group_X, rank_X]
+        self.group_EGD[row_X, group_X, rank_X] = height_X
+
+    def _change(self, actions: TableActions, sign: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Add the parts of the table at hand to all sums but compute, or subtract them; return their episodes, groups,
+        ranks and parts."""
+        action_E, positions = self._laid[actions.table]
+        ranks = [
+            (position_U[:, None] * actions.span_O[action] + np.arange(actions.span_O[action])).ravel()
+            for action, position_U in zip(action_E, positions, strict=True)
+        ]
+        parts = [actions.parts[action].ravel() for action in action_E]
+        row_X = np.repeat(np.arange(len(ranks)), [len(part_X) for part_X in parts])
+        rank_X, part_X, group_X = np.concatenate(ranks), np.concatenate(parts), actions.group_O[action_E][row_X]
+        latent_XH, sent_XC = sign * self._latent_PH[part_X], sign * self.task.sent_PC[part_X]
+        if any(pinned is not None for pinned in actions.pinned):  # several units may be pinned to one rank
+            np.add.at(self.latent_EGDH, (row_X, group_X, rank_X), latent_XH)
+            np.add.at(self.height_ERD.transpose(0, 2, 1)[..., 1:], (row_X, rank_X), sent_XC)
+            np.add.at(self.free_EDM, (row_X, rank_X), -sign * self._need_PM[part_X])
+        else:
+            self.latent_EGDH[row_X, group_X, rank_X] += latent_XH
+            self.height_ERD[row_X, 1:, rank_X] += sent_XC
+            self.free_EDM[row_X, rank_X] -= sign * self._need_PM[part_X]
+        return row_X, group_X, rank_X, part_X
+
+    def relative_cost(self) -> np.ndarray:
+        """Return the cost over the level height of what is laid down, [E]; infinite where infeasible."""
+        highest_ER = self.height_ERD.max(-1)
+        started_E = ((highest_ER[:, 1:] > NOTHING) * self.task.start_up_C).sum(-1)
+        return np.where(self.alive_E, highest_ER.sum(-1) + started_E, np.inf)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with some of the episodes alone."""
+        for name in ("latent_EGDH", "group_EGD", "height_ERD", "free_EDM", "alive_E"):
+            setattr(self, name, getattr(self, name)[list(rows)])
+        self.types_EN = None if self.types_EN is None else self.types_EN[list(rows)]
+        self._laid = {
+            table: (action_E[list(rows)], [positions[row] for row in rows])
+            for table, (action_E, positions) in self._laid.items()
+        }
 
     def shardings(self) -> list[Sharding | None]:
-        """Of the finished episodes; None where infeasible."""
+        """Return the plans of the finished episodes; None where infeasible."""
         return [self._sharding(episode) if alive else None for episode, alive in enumerate(self.alive_E.tolist())]
 
     def _sharding(self, episode: int) -> Sharding:
-        tables = self.task.num_tables
-        chosen = [0] * tables
-        placed: list[tuple[int, ...]] = [()] * tables
-        for actions, option_E, position_EU in self._taken:
-            option = option_E[episode]
-            units = int(actions.exists_OU[option].sum())
-            chosen[actions.table] = actions.option_O[option]
-            placed[actions.table] = tuple(position_EU[episode][:units])
+        chosen = [0] * self.task.num_tables
+        placed: list[tuple[int, ...]] = [()] * self.task.num_tables
+        for step in range(self.task.num_tables):
+            actions = self.task.actions(step)
+            action_E, positions = self._laid[actions.table]
+            chosen[actions.table] = int(actions.option_O[action_E[episode]])
+            placed[actions.table] = tuple(positions[episode].tolist())
         return Sharding(tuple(chosen), tuple(placed))
 
 
-@dataclass(frozen=True)
-class _Rises:
-    """What a unit of each option would raise at each position: values at its first rank, [E, O, R, D]. Sums of powers
-    of several units on ranks of their own add up."""
-
-    sums: tuple[Tensor, Tensor, Tensor]
-    """What it adds to the sums, over ranks, of heights, and of their powers 2 and 8."""
-    highest_rise: Tensor
-    highest_EOR: Tensor
-    """The highest rank's height before."""
-    power_2_EOR: Tensor
-    power_8_EOR: Tensor
-    """Sums over ranks before."""
-
-    @classmethod
-    def of(cls, before_EORD: Tensor, added_EORD: Tensor, span_O: Tensor) -> _Rises:
-        after_EORD = before_EORD + added_EORD
-        before_2, after_2 = before_EORD.square(), after_EORD.square()
-        before_8, after_8 = _to_the_eighth(before_2), _to_the_eighth(after_2)
-        highest_EOR = before_EORD.amax(-1)
-        return cls(
-            (
-                _over_spans(added_EORD, span_O, torch.sum),
-                _over_spans(after_2 - before_2, span_O, torch.sum),
-                _over_spans(after_8 - before_8, span_O, torch.sum),
-            ),
-            (_over_spans(after_EORD, span_O, torch.amax) - highest_EOR[..., None]).clamp_min(0),
-            highest_EOR,
-            before_2.sum(-1),
-            before_8.sum(-1),
-        )
-
-    def _means(self, power_2: Tensor, power_8: Tensor) -> tuple[Tensor, Tensor]:
-        """How much power means rise with sums of powers [E, O, R, ...]."""
-        ranks = self.highest_rise.shape[-1]
-        rises = []
-        for sum_EOR, more, roots in ((self.power_2_EOR, power_2, 1), (self.power_8_EOR, power_8, 3)):
-            now, then = sum_EOR[..., None] / ranks, (sum_EOR[..., None] + more).clamp_min(0) / ranks
-            for _ in range(roots):
-                now, then = now.sqrt(), then.sqrt()
-            rises.append(then - now)
-        return rises[0], rises[1]
-
-    def keys(self) -> Tensor:
-        """What each rule's position has lowest, [E, O, K, D]."""
-        mean_2_EOD, mean_8_EOD = (rise.sum(2) for rise in self._means(*self.sums[1:]))
-        return torch.stack([mean_8_EOD, mean_2_EOD, self.highest_rise.sum(2) + TIES * mean_8_EOD], 2)
-
-    def together(self, rank_EOKU: Tensor, exists_OU: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """:data:`RISES` with all units of an option at these first ranks, each [E, O, R, K]."""
-        exists_O11U = exists_OU[:, None, None]
-        sum_1, sum_2, sum_8 = ((_at(values, rank_EOKU) * exists_O11U).sum(-1) for values in self.sums)
-        highest = (_at(self.highest_rise, rank_EOKU) * exists_O11U).amax(-1)
-        return (sum_1 / self.highest_rise.shape[-1], *self._means(sum_2, sum_8), highest)
+def _powers(values: np.ndarray, doublings: int) -> np.ndarray:
+    for _ in range(doublings):
+        values = values * values
+    return values
 
 
-def _narrowed(legal_EOK: Tensor, to_EO: Tensor) -> Tensor:
-    """Only these options, where any of them is legal."""
-    narrow_EOK = legal_EOK & to_EO[..., None]
-    return torch.where(narrow_EOK.flatten(1).any(-1)[:, None, None], narrow_EOK, legal_EOK)
+def _roots(values: np.ndarray, doublings: int) -> np.ndarray:
+    for _ in range(doublings):
+        values = np.sqrt(values)
+    return values
 
 
-def _to_the_eighth(square: Tensor) -> Tensor:
-    return square.square().square()
+def _over_spans(values_EOXD: np.ndarray, actions: TableActions, elsewhere: float) -> np.ndarray:
+    """Sum, in place, the values of all ranks of a unit, at its position; wide units have fewer positions than there are
+    ranks, and get ``elsewhere`` in the others."""
+    for span, some in actions.wide:
+        wide = values_EOXD[:, some]
+        sums = wide.reshape(*wide.shape[:-1], -1, span).sum(-1)
+        values_EOXD[:, some, ..., : sums.shape[-1]] = sums
+        values_EOXD[:, some, ..., sums.shape[-1] :] = elsewhere
+    return values_EOXD
 
 
-def _at(values_EORD: Tensor, rank_EOKU: Tensor) -> Tensor:
-    """Values at ranks, [E, O, R, K, U]."""
-    index = rank_EOKU[:, :, None].expand(-1, -1, values_EORD.shape[2], -1, -1)
-    return values_EORD[:, :, :, None].expand(-1, -1, -1, index.shape[3], -1).gather(-1, index)
+def _at(values_EORN: np.ndarray, position_EOU: np.ndarray) -> np.ndarray:
+    """Values at positions, [E, O, R, U]."""
+    index = np.arange(values_EORN.shape[0])[:, None, None, None], np.arange(values_EORN.shape[1])[:, None, None]
+    return values_EORN[(*index, np.arange(values_EORN.shape[2])[:, None], position_EOU[:, :, None])]
 
 
-def _over_spans(values_EORD: Tensor, span_O: Tensor, reduced: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Values of all ranks of a unit together, at its first rank: their sum, the largest, or whether all are true;
-    elsewhere as they were, or False. Options come in ascending order of span."""
-    if int(span_O[-1]) == 1:
-        return values_EORD
-    values_EORD = values_EORD.clone()
-    spans, counts = span_O.unique_consecutive(return_counts=True)
-    for span, some_EORD in zip(spans.tolist(), values_EORD.split(counts.tolist(), 1), strict=True):  # views
-        if span > 1:
-            over_EORN = reduced(some_EORD.unflatten(-1, (-1, span)), -1)
-            if over_EORN.dtype == torch.bool:
-                some_EORD.fill_(False)
-            some_EORD[..., ::span] = over_EORN
-    return values_EORD
-
-
-def _positions(key_EOKD: Tensor, fits_EOD: Tensor, actions: TableActions) -> tuple[Tensor, Tensor]:
-    """First rank of every unit, int64 [E, O, K, U], on ranks of their own, by the lowest keys; and whether all have
-    room, and no rule before has the same, bool [E, O, K]."""
-    key_EOKD = key_EOKD.masked_fill(~fits_EOD[:, :, None], torch.inf)
-    units = actions.part_OUD.shape[1]
-    if units == 1:
-        lowest_EOKU, rank_EOKU = key_EOKD.min(-1, keepdim=True)
-    else:
-        lowest_EOKU, rank_EOKU = key_EOKD.topk(min(units, key_EOKD.shape[-1]), -1, largest=False)
-    pinned_O1U = actions.pinned_OU[:, None]
-    if bool((pinned_O1U >= 0).any()):
-        rank_EOKU = torch.where(pinned_O1U >= 0, pinned_O1U, rank_EOKU)
-        lowest_EOKU = key_EOKD.gather(-1, rank_EOKU)
-    exists_O1U = actions.exists_OU[:, None]
-    rank_EOKU = rank_EOKU.masked_fill(~exists_O1U, 0)
-    legal_EOK = (lowest_EOKU.isfinite() | ~exists_O1U).all(-1)
-    for rule in range(1, len(RULES)):
-        for before in range(rule):
-            legal_EOK[:, :, rule] &= (rank_EOKU[:, :, rule] != rank_EOKU[:, :, before]).any(-1)
-    return rank_EOKU, legal_EOK
+def _positions(key_EON: np.ndarray, actions: TableActions) -> tuple[np.ndarray, np.ndarray]:
+    """Position of every unit, int64 [E, O, U], each on its own, by the lowest keys; and whether all have room, bool
+    [E, O]."""
+    units = int(actions.units_O.max())
+    position_EOU = np.zeros((*key_EON.shape[:2], units), dtype=np.int64)
+    position_EOU[..., 0] = key_EON.argmin(-1)
+    for option in np.flatnonzero(actions.units_O > 1):
+        count = actions.units_O[option]
+        position_EOU[:, option, :count] = np.argsort(key_EON[:, option], -1, kind="stable")[:, :count]
+    for row, pinned in enumerate(actions.pinned):
+        if pinned is not None:
+            position_EOU[:, row, : len(pinned)] = pinned
+    lowest_EOU = np.take_along_axis(key_EON, position_EOU, -1)
+    return position_EOU, (np.isfinite(lowest_EOU) | (np.arange(units) >= actions.units_O[:, None])).all(-1)

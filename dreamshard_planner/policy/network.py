@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,36 +21,40 @@ from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.policy.mdp import (
     CHANNELS,
     DESCRIBED,
-    RULES,
     TYPES,
     Choices,
     EstimatedMDP,
     ShardingTask,
+    Sweep,
 )
 from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 
-WEIGHTS = {"mean": 0.6, "mean_2": 0.2, "mean_8": 0.2, "highest": 0.01}
-"""Of what an action raises (:data:`~dreamshard_planner.policy.mdp.RISES`) in the score of an untrained
-policy, of compute and exchanges alike. What collectives take to start counts as it is."""
+SWEEPS = (
+    Sweep(doublings=3, mean=0.6),
+    Sweep(doublings=3),
+    Sweep(doublings=4),
+    Sweep(doublings=5),
+    Sweep(doublings=6),
+)
+"""Of a roll-out. The policy acts in the first; in the others each table goes where it raises the heights least."""
+TRIED_SWEEPS = 2
+"""Sweeps of all episodes of a planner's roll-outs, after which"""
+CONTINUED = 2
+"""the best of them go on, and become starts of the search."""
 GREEDINESS = 8.0
 """Times that an untrained policy's score takes the weighted excess."""
 SUBSETS = (TYPES, (TW, CW, TWCW), (TWRW,), (TWRW, DP), (TW, DP), (TW, TWRW, DP), (CW, TWRW, DP), (RW, DP))
-"""Sharding types that one greedy roll-out each may use: each type that is used costs kernels and collectives of its
-own, and no single table's choice sees that it could do without."""
-SUBSET_RANKS = 64
-"""Ranks up to which there are roll-outs of some types: on more, they take longer than all other starts, and the one of
-all types was the best of them."""
-RELAID = 4
-"""Level starts whose options are laid down anew."""
+"""Sharding types that the first sweep of one greedy roll-out each may use: each type that is used costs kernels and
+collectives of its own, and no single table's choice sees that it could do without."""
 HEAD_START = 0.1
 """Share of the time that roll-outs may take before they count as too slow for it."""
 LOGIT_STEP = 1e-3
 """Greedy decoding compares scores after rounding to this step, so that ties always go to the first action."""
 CLIP, EXCESS_CLIP = 20.0, 50.0
 SITUATION = 8
-FEATURES = 2 * len(CHANNELS) + DESCRIBED + len(RULES) + 1 + SITUATION
+FEATURES = 2 * len(CHANNELS) + DESCRIBED + 1 + SITUATION
 NEXT = 10
 """Tables at hand and to come whose mean share says how lumpy what follows is."""
 
@@ -59,51 +64,46 @@ class Seen:
     """What the policy scores: actions of one step of all episodes; in training, padded, of all steps."""
 
     excess_XAY: Tensor
-    """What an action raises, above the least of all legal actions."""
+    """Rises by an action, above the least of all legal actions."""
     features_XAF: Tensor
     legal_XA: Tensor
 
     @classmethod
-    def of(cls, environment: EstimatedMDP, choices: Choices) -> Seen:
-        """At the step at hand."""
-        rise_EAY, legal_EA = choices.rise_EAY, choices.legal_EA
-        least_E1Y = rise_EAY.masked_fill(~legal_EA[..., None], torch.inf).amin(1, keepdim=True)
-        excess_EAY = (rise_EAY - least_E1Y).masked_fill(~legal_EA[..., None], 0.0)
-        described_OY = choices.actions.described_OY
-        per_action_AF = torch.cat(
-            [described_OY.repeat_interleave(len(RULES), 0), torch.eye(len(RULES)).repeat(len(described_OY), 1)], -1
-        )
-        situation_EF = _situation(environment, choices)
+    def of(cls, environment: EstimatedMDP, step: int, choices: Choices) -> Seen:
+        """Describe the actions of a step."""
+        rise_EAY, legal_EA1 = choices.rise_EOY, choices.legal_EO[..., None]
+        least_E1Y = np.where(legal_EA1, rise_EAY, np.inf).min(1, keepdims=True)
+        excess_EAY = np.where(legal_EA1, rise_EAY - least_E1Y, 0.0)
+        described_AY, situation_EF = choices.actions.described_OY, _situation(environment, step, choices)
         features = (
-            rise_EAY.clamp(-CLIP, CLIP),
-            excess_EAY.clamp(-CLIP, CLIP),
-            per_action_AF.expand(len(rise_EAY), -1, -1),
-            choices.free_EA.clamp(-1, 1)[..., None],
-            situation_EF[:, None].expand(-1, rise_EAY.shape[1], -1),
+            rise_EAY.clip(-CLIP, CLIP),
+            excess_EAY.clip(-CLIP, CLIP),
+            np.broadcast_to(described_AY, (len(rise_EAY), *described_AY.shape)),
+            choices.free_EO.clip(-1, 1)[..., None],
+            np.broadcast_to(situation_EF[:, None], (*rise_EAY.shape[:2], SITUATION)),
         )
-        return cls(excess_EAY.clamp_max(EXCESS_CLIP), torch.cat(features, -1), legal_EA)
+        features_EAF = torch.from_numpy(np.concatenate(features, -1)).float()
+        excess = torch.from_numpy(excess_EAY.clip(max=EXCESS_CLIP)).float()
+        return cls(excess, features_EAF, torch.from_numpy(choices.legal_EO))
 
 
-def _situation(environment: EstimatedMDP, choices: Choices) -> Tensor:
+def _situation(environment: EstimatedMDP, step: int, choices: Choices) -> np.ndarray:
     """Share of the tables' cost that is left; the table's; ranks and tables; how far the highest ranks are above the
     mean; the cost so far; and how large the next tables are beside a rank, [E, SITUATION]."""
-    task, step = environment.task, environment.step_index
-    highest_ER, mean_ER = environment.height_ERD.amax(-1), environment.height_ERD.mean(-1)
+    task = environment.task
+    highest_ER, mean_ER = environment.height_ERD.max(-1), environment.height_ERD.mean(-1)
     ranks = task.problem.num_ranks
+    lumps = min(5.0, float(task.share_T[step : step + NEXT].sum()) / NEXT * ranks)
     alike = [
         task.left_T[step],
         math.log10(choices.actions.level),
         math.log2(ranks) / 10,
         math.log2(task.num_tables) / 10,
+        lumps,
     ]
-    own_E3 = [
-        highest_ER[:, 0] - mean_ER[:, 0],
-        (highest_ER - mean_ER)[:, 1:].sum(-1),
-        highest_ER.sum(-1),
-    ]
-    lumps = min(5.0, float(task.share_T[step : step + NEXT].sum()) / NEXT * ranks)
-    columns = [highest_ER.new_tensor(alike).expand(len(highest_ER), -1), torch.stack(own_E3, -1)]
-    return torch.cat([*columns, highest_ER.new_full((len(highest_ER), 1), lumps)], -1).float()
+    above_ER = highest_ER - mean_ER
+    own_E3 = np.stack([above_ER[:, 0], above_ER[:, 1:].sum(-1), highest_ER.sum(-1)], -1)
+    return np.concatenate([np.broadcast_to(alike, (len(own_E3), len(alike))), own_E3], -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +135,8 @@ class Policy(nn.Module):
             self.reweighted = nn.Linear(hidden, len(CHANNELS), bias=False)
         nn.init.zeros_(self.score.weight)
         nn.init.zeros_(self.reweighted.weight)
-        weights = [weight for weight in WEIGHTS.values() for _ in ("compute", "exchanges")]
-        self.log_weights = nn.Parameter(torch.tensor([*weights, 1.0]).log())
+        first = SWEEPS[0].mean
+        self.log_weights = nn.Parameter(torch.tensor([first, first, 1 - first, 1 - first, 1.0]).log())
         self.log_greediness = nn.Parameter(torch.tensor(math.log(GREEDINESS)))
         self.eval()
 
@@ -171,49 +171,70 @@ def roll_out(
     task: ShardingTask,
     episodes: int,
     generator: torch.Generator | None = None,
-    types_EN: Tensor | None = None,
-    option_ET: Tensor | None = None,
+    types_EN: np.ndarray | None = None,
+    sweeps: Sequence[Sweep] = SWEEPS,
+    survivors: int | None = None,
     seconds: float | None = None,
     on_step: Callable[[Seen, Tensor], None] | None = None,
 ) -> EstimatedMDP:
-    """Play episodes: sampled with ``generator``, greedy without; of all sharding types and options, or of some in
-    each, see :class:`~dreamshard_planner.policy.mdp.EstimatedMDP`. TimeoutError as soon as they are found to
-    take more ``seconds``. ``on_step`` is told what the policy sees and does."""
-    environment, began = EstimatedMDP(task, episodes, types_EN, option_ET), time.monotonic()
-    for step in range(task.num_tables):
-        if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, step / task.num_tables):
+    """Play episodes.
+
+    Args:
+        policy: acts in the first sweep.
+        task: tables and ranks.
+        episodes: how many.
+        generator: samples the policy's actions; greedy without.
+        types_EN: see :class:`~dreamshard_planner.policy.mdp.EstimatedMDP`.
+        sweeps: of each episode.
+        survivors: episodes that go on after :data:`TRIED_SWEEPS`; all by default.
+        seconds: that episodes may take.
+        on_step: is told what the policy sees and does.
+
+    Raises:
+        TimeoutError: as soon as episodes are found to take more time.
+    """
+    environment, began = EstimatedMDP(task, episodes, types_EN), time.monotonic()
+    steps = len(sweeps) * task.num_tables
+    for index in range(steps):
+        if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, index / steps):
             raise TimeoutError
-        seen = Seen.of(environment, environment.observe())
+        nth, step = divmod(index, task.num_tables)
+        if step == 0 and nth == TRIED_SWEEPS and survivors is not None:
+            environment.keep(_best_different(environment.relative_cost(), survivors))
+        choices = environment.observe(step, sweeps[nth])
+        if nth > 0:
+            environment.step(choices.least(sweeps[nth]))
+            continue
+        seen = Seen.of(environment, step, choices)
         action_E = drawn(policy.logits(seen), generator)
-        environment.step(action_E)
+        environment.step(action_E.numpy())
         if on_step is not None:
             on_step(seen, action_E)
     return environment
 
 
-def subset_types() -> Tensor:
-    """:data:`SUBSETS` as types that episodes may use, bool [E, N]."""
-    return torch.tensor([[kind in subset for kind in TYPES] for subset in SUBSETS])
+def _best_different(cost_E: np.ndarray, count: int) -> list[int]:
+    """Return the cheapest episodes, at most so many, one of each cost: those that cost the same are the same plan."""
+    order = np.argsort(cost_E, kind="stable").tolist()
+    costs = [f"{cost_E[row]:.9g}" for row in order]
+    return [row for place, row in enumerate(order) if costs[place] not in costs[:place]][:count]
+
+
+def subset_types() -> np.ndarray:
+    """Return :data:`SUBSETS` as types that episodes may use, bool [E, N]."""
+    return np.array([[kind in subset for kind in TYPES] for subset in SUBSETS])
 
 
 def policy_starts(
-    cost: Cost,
-    policy: Policy,
-    asked: OptionTotals,
-    level: Sequence[Sharding],
-    seconds: float | None = None,
-    effort: float = 1.0,
+    cost: Cost, policy: Policy, asked: OptionTotals, seconds: float | None = None, effort: float = 1.0
 ) -> list[Sharding]:
-    """Plans to start the search from, at most two, the cheapest first: the best of greedy roll-outs that choose
-    options, of all sharding types and, on few ranks, of some subsets of them; and the best of those that only lay the
-    options of the cheapest level starts down anew. Further ones would leave the search little else to start from, and
-    descents end elsewhere than they start.
+    """Return plans to start the search from, at most :data:`CONTINUED`, the cheapest first: the best of greedy
+    roll-outs, whose first sweeps use different sharding types.
 
     Args:
         cost: the problem and its cost.
         policy: plays.
         asked: what options ask of all ranks together.
-        level: level starts.
         seconds: that roll-outs may take.
         effort: share of the roll-outs to play; all from 1 on.
 
@@ -223,17 +244,7 @@ def policy_starts(
     task, types_EN = ShardingTask(cost, asked), subset_types()
     if not task.may_be_played:
         return []
-    relaid = sorted(level, key=cost.overall_ms)[:RELAID]
-    if cost.problem.num_ranks > SUBSET_RANKS:
-        types_EN, relaid = types_EN[:1], relaid[:1]
-    types_EN, relaid = types_EN[: portion(len(types_EN), effort)], relaid[: portion(len(relaid), effort)]
-    free = len(types_EN)
-    option_ET = torch.full((free + len(relaid), task.num_tables), -1)
-    option_ET[free:] = torch.tensor([plan.options for plan in relaid]).view(-1, task.num_tables)
-    types_EN = torch.cat([types_EN, types_EN[:1].expand(len(relaid), -1)])
-    plans = roll_out(policy, task, len(option_ET), None, types_EN, option_ET, seconds).shardings()
-    fitting = [
-        [plan for plan in some if plan is not None and cost.problem.fits(plan)] for some in (plans[:free], plans[free:])
-    ]
-    best = dict.fromkeys(min(some, key=cost.overall_ms) for some in fitting if some)
-    return sorted(best, key=cost.overall_ms)
+    types_EN = types_EN[: portion(len(types_EN), effort)]
+    environment = roll_out(policy, task, len(types_EN), None, types_EN, SWEEPS, CONTINUED, seconds)
+    fitting = [plan for plan in environment.shardings() if plan is not None and cost.problem.fits(plan)]
+    return sorted(dict.fromkeys(fitting), key=cost.overall_ms)

@@ -10,15 +10,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.policy.mdp import TYPES, EstimatedMDP, ShardingTask
-from dreamshard_planner.policy.network import Policy, Seen, roll_out, subset_types
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.policy.network import SWEEPS, Policy, Seen, roll_out, subset_types
 
-WHOLE_ONLY = tuple(SHARDING_TYPES[kind].is_whole for kind in TYPES)
-"""Sharding types of an episode that leaves all tables whole, bool [N]."""
+REWARDED_SWEEPS = 3
+"""Sweeps after which an episode of the training ends: later ones only level ranks, and take as long."""
 DEAREST = 10.0
 """Relative cost of an infeasible episode in :class:`UpdateStatistics` and :func:`standing`."""
 
@@ -34,9 +34,7 @@ class ReinforceConfig:
     episodes_per_task: int = 16
     """Sampled episodes per task; their mean is the baseline."""
     all_types_share: float = 0.5
-    """Share of the drawn tasks that may use all types of sharding."""
-    whole_share: float = 0.15
-    """Share of the drawn tasks that leave tables whole; the others may use some types, at random."""
+    """Share of the drawn tasks that may use all types of sharding in the first sweep; others some, at random."""
     learning_rate: float = 2e-3
     """Initial rate of Adam; falls linearly to zero."""
     entropy_weight: float = 0.003
@@ -97,7 +95,7 @@ class Rollout:
         task: ShardingTask,
         episodes: int,
         generator: torch.Generator,
-        types_EN: Tensor | None = None,
+        types_EN: np.ndarray | None = None,
     ) -> Rollout:
         """Play sampled episodes."""
         seen: list[Seen] = []
@@ -107,7 +105,7 @@ class Rollout:
             seen.append(step)
             taken.append(action_E)
 
-        environment = roll_out(policy, task, episodes, generator, types_EN, on_step=keep)
+        environment = roll_out(policy, task, episodes, generator, types_EN, SWEEPS[:REWARDED_SWEEPS], on_step=keep)
         return cls(environment, seen, torch.stack(taken))
 
     def scored_by(self, policy: Policy) -> tuple[Tensor, Tensor]:
@@ -168,28 +166,26 @@ def _copied(policy: Policy) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in policy.state_dict().items()}
 
 
-def _types(draws: random.Random, config: ReinforceConfig) -> Tensor | None:
-    """Return types that all episodes of a task may use, bool [E, N]; None for all of them."""
-    share = draws.random() - config.all_types_share
-    if share < 0:
+def _types(draws: random.Random, config: ReinforceConfig) -> np.ndarray | None:
+    """Return types that the first sweep of all episodes of a task may use, bool [E, N]; None for all of them."""
+    if draws.random() < config.all_types_share:
         return None
-    types = list(WHOLE_ONLY)
-    while share >= config.whole_share and not any(types := [draws.random() < 0.5 for _ in TYPES]):
+    while not any(types := [draws.random() < 0.5 for _ in TYPES]):
         pass
-    return torch.tensor([types]).expand(config.episodes_per_task, -1)
+    return np.tile(types, (config.episodes_per_task, 1))
 
 
 def _backward(
     policy: Policy,
     task: ShardingTask,
-    types_EN: Tensor | None,
+    types_EN: np.ndarray | None,
     config: ReinforceConfig,
     entropy_weight: float,
     generator: torch.Generator,
 ) -> tuple[float, float, float]:
     """Add one task's gradient; return relative cost, entropy and infeasible share, as in :class:`UpdateStatistics`."""
     rollout = Rollout.of(policy, task, config.episodes_per_task, generator, types_EN)
-    cost_E = rollout.environment.relative_cost().float()
+    cost_E = torch.from_numpy(rollout.environment.relative_cost()).float()
     advantage_E = advantages(cost_E, config.infeasible_factor)
     log_probability_SE, entropy_SE = rollout.scored_by(policy)
     # Each episode weighs the same, whatever the number of its tables.
@@ -203,12 +199,11 @@ def _backward(
 def standing(policy: Policy, tasks: Sequence[ShardingTask]) -> float:
     """Return the mean logarithm of the relative cost of greedy roll-outs; less is better.
 
-    A third each are roll-outs of all types, the best of :data:`~dreamshard_planner.policy.network.SUBSETS`, and whole
-    tables. Infeasible ones count as :data:`DEAREST`.
+    One half are roll-outs of all types, the other the best of :data:`~dreamshard_planner.policy.network.SUBSETS`.
+    Infeasible ones count as :data:`DEAREST`.
     """
-    types_EN = torch.cat([subset_types(), torch.tensor([WHOLE_ONLY])])
-    logs = []
+    types_EN, logs = subset_types(), []
     for task in tasks:
-        log_E = roll_out(policy, task, len(types_EN), types_EN=types_EN).relative_cost().clamp_max(DEAREST).log()
-        logs.append(float(log_E[0] + log_E[:-1].min() + log_E[-1]) / 3)
+        log_E = np.log(roll_out(policy, task, len(types_EN), types_EN=types_EN).relative_cost().clip(max=DEAREST))
+        logs.append(float(log_E[0] + log_E.min()) / 2)
     return sum(logs) / len(logs)

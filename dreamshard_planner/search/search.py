@@ -33,15 +33,15 @@ WORTH = 1e-3
 TURNS = 0.5
 """Share of the budget in which all starts, and the best group move of each, have one turn each."""
 CONTINUED = 2
-"""Interrupted descents that go on: the best."""
+"""Of the descents that their turn interrupted, the best, which go on."""
 BESIDE = 0.85
 """Share of the time left that further starts may take: of many tables on many ranks, descents from others end dearer
 than these are."""
 
 
-Further = Callable[[Cost, OptionTotals, Sequence[Sharding], float | None], Iterable[Sharding]]
-"""Makes feasible starts from a cost, what its options ask, and level starts, within some seconds; raises TimeoutError
-where that takes more."""
+Further = Callable[[Cost, OptionTotals, float | None], Iterable[Sharding]]
+"""Makes feasible starts from a cost and what its options ask, within some seconds; raises TimeoutError where that takes
+more."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SearchResult:
     candidates: int
     """Moves and swaps rated."""
     cut_short: bool
-    """True if the deadline ended the search before its budget."""
+    """Whether the deadline ended the search before its budget."""
 
 
 @torch.inference_mode()
@@ -88,7 +88,7 @@ def search(
     if further is not None and budget.left():
         left = budget.deadline.left()
         try:
-            beside += further(cost, asked, level, None if left is None else BESIDE * left)
+            beside += further(cost, asked, None if left is None else BESIDE * left)
         except TimeoutError:
             in_time = False
     pool = list(dict.fromkeys([*starts, *level, *beside]))
@@ -162,9 +162,9 @@ class _Descents:
         self._candidates = 0
         self.budget = budget
         self.unfinished: dict[Sharding, None] = {}
-        """Ends of descents that were interrupted while they still gained."""
+        """Where descents were when their turn ended, while they still gained."""
         self._turns: dict[Sharding, int] = {}
-        """Budget that a turn from each start took."""
+        """What a turn from each start took of the budget."""
 
     def result(self, starts: Sequence[Sharding], in_time: bool) -> SearchResult:
         """Return the best after moves from some starts, which differ in nothing else, and from perturbed copies, in

@@ -45,7 +45,9 @@ TABLES_MOVED = 2000
 
 
 class OptionTotals:
-    """Totals over all ranks of each option, exchanges included."""
+    """What a choice of options asks of all ranks together, their exchanges included: the numbers that starts are made
+    from. Tables with fewer options than others are padded with ones that cost infinitely much.
+    """
 
     def __init__(self, cost: Cost) -> None:
         problem = cost.problem
@@ -68,17 +70,18 @@ class OptionTotals:
 
     @property
     def least_ms(self) -> float:
-        """Lower bound on the cost of all ranks together, if costs add up."""
+        """Of all ranks together, whatever they need: over the ranks, no sharding whose costs add up is
+        cheaper."""
         return float(self.total_ms_TO.min(1).sum())
 
     @property
     def may_fit(self) -> bool:
-        """False if even the smallest options exceed some memory of all ranks together."""
+        """Whether all ranks together have as much of each memory as the options that need least of it."""
         least_M = np.where(np.isfinite(self.total_ms_TO)[..., None], self.needs_TOM, np.inf).min(1).sum(0)
         return bool(has_room(least_M, self.limits_M))
 
     def bytes_M(self, options: np.ndarray) -> np.ndarray:
-        """Return what chosen options need over all ranks."""
+        """Of chosen options, over all ranks."""
         return self.needs_TOM[np.arange(len(options)), options].sum(0)
 
 
@@ -156,7 +159,7 @@ def level_starts(
 
 
 def _affordable(cost: Cost, asked: OptionTotals, allowed_TO: np.ndarray, fill: float) -> _Start | None:
-    """Find a level choice that fits: memory that runs short gets a price, doubled until it does."""
+    """A level choice that fits: memory that runs short gets a price, doubled until it does."""
     limits_M = asked.limits_M
     price_M = used_M = np.zeros(len(limits_M))
     first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(limits_M, 1)
@@ -175,7 +178,7 @@ def _affordable(cost: Cost, asked: OptionTotals, allowed_TO: np.ndarray, fill: f
 
 @dataclass(frozen=True)
 class _Start:
-    """A sharding that fits, and the options that would be chosen if memory cost nothing."""
+    """A sharding that fits, and the options that would have been chosen if memory cost nothing."""
 
     sharding: Sharding
     faster_T: np.ndarray

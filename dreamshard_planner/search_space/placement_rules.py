@@ -1,9 +1,10 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Placement rules of users (together, apart, on certain ranks), and the limits per rank that express them.
+"""The user's rules on where tables lie: together, apart, on certain ranks; and the limits of ranks that they become.
 
-Policy, heuristics and search keep limits of any kind. A table for some ranks needs a count that others lack.
-Tables that are apart need one each of a count that is one on every rank. Tables that are together get their rank first,
-heavy groups before light ones.
+Policy, greedy rules and search keep within limits, whatever these count. A table that may lie on some ranks only needs
+one of a count that is nothing on all other ranks; tables that are apart need one each of a count that is one on every
+rank. Tables that are together get their rank beforehand, heavy groups first, each on the rank with least to do; all
+others are placed around them.
 
 Shapes: P parts, D ranks, R rules.
 """
@@ -34,15 +35,16 @@ from dreamshard_planner.workload.tables import FeatureStatistics
 class PlacementRules:
     """Rules that every plan keeps; for ``DreamShardPlanner(placement_rules=...)``.
 
-    Tables are named by their own names, which means all tables of that name, or by fully qualified ones.
+    Tables are named as in TorchRec's constraints, by their own names (then all tables of that name are meant), or by
+    fully qualified ones.
 
     Args:
-        together: groups of tables that lie whole on one rank each. Groups that share a table are one.
-        apart: groups of tables of which no rank holds two shards.
+        together: groups of tables, each group whole on one rank. Groups that share a table are one.
+        apart: groups of tables of which no rank holds two shards, be they of two tables or of one.
         on_ranks: ranks that may hold shards of a table.
 
     Raises:
-        ValueError: a group has fewer than two tables, tables are both together and apart, or a rank is impossible.
+        ValueError: a group has fewer than two tables, tables are both together and apart, or a rank is no rank.
 
     Example::
 
@@ -66,10 +68,12 @@ class PlacementRules:
     @property
     def names(self) -> list[str]:
         """All tables that some rule names, each once."""
-        return [*dict.fromkeys(name for group in (*self.together, *self.apart, self.on_ranks) for name in group)]
+        return list(
+            dict.fromkeys([name for group in (*self.together, *self.apart) for name in group] + [*self.on_ranks])
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the rules for JSON, in a canonical order."""
+        """For JSON, the same for the same rules in another order."""
         return {
             "together": sorted(map(list, self.together)),
             "apart": sorted(map(list, self.apart)),
@@ -104,19 +108,19 @@ def _ranks(name: str, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 PLENTY = 2**20
-"""Count of a rule on the ranks that it allows, above any number of parts."""
+"""Count of a rule on ranks that it allows: more than there are parts."""
 
 
 @dataclass(frozen=True)
 class LegalRanks:
-    """Ranks that rules allow a model's tables, by fully qualified name."""
+    """Where the tables of a model may lie; tables by fully qualified name."""
 
     world_size: int
     host_size: int
     allowed: Mapping[str, frozenset[int]]
-    """Ranks of tables that are not allowed everywhere."""
+    """Of tables that may not lie everywhere."""
     together: tuple[tuple[str, ...], ...] = ()
-    """Groups of tables that share one allowed rank."""
+    """Groups whose members are allowed one and the same rank."""
     apart: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
@@ -127,17 +131,17 @@ class LegalRanks:
         topology: Topology,
         statistics: TableStatistics | None = None,
     ) -> LegalRanks:
-        """Apply rules to a model.
+        """The rules for a model.
 
         Args:
-            rules: of the user.
+            rules: the user's.
             tables: of the model.
             topology: its ranks.
-            statistics: by feature; other features count as one lookup per sample.
+            statistics: how features read their tables; others are taken to read one row per sample.
 
         Raises:
-            PlannerError: a rule names an unknown table or rank, one table by several names, or a table of an embedding
-                tower; or no ranks are left.
+            PlannerError: a rule names no table, one table by several names alone, or a rank that there is not; a
+                table belongs to an embedding tower; or no ranks are left for tables that are together, or apart.
         """
         fqns = _fully_qualified(rules.names, tables)
         towers = {table.fqn for table in tables if table.in_tower}
@@ -158,7 +162,7 @@ class LegalRanks:
         return legal
 
     def left_out(self, fqn: str) -> dict[str, str]:
-        """Return the sharding types that the rules leave a table no place for, and why."""
+        """Sharding types that the rules leave a table no place for, and why."""
         everywhere = frozenset(range(self.world_size))
         ranks, reason = self.allowed.get(fqn, everywhere), None
         if ranks != everywhere:
@@ -174,7 +178,7 @@ class LegalRanks:
         return {kind: reason for kind, spec in SHARDING_TYPES.items() if spec.span in wide}
 
     def limits(self, fqn_P: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return need of each rule's count by part, int64 [P, R], and room by rank, int64 [D, R]."""
+        """What parts need of each rule's count, int64 [P, R], and what ranks have of it, int64 [D, R]."""
         groups: dict[frozenset[int], set[str]] = {}
         for fqn, ranks in self.allowed.items():
             groups.setdefault(ranks, set()).add(fqn)
@@ -188,7 +192,8 @@ class LegalRanks:
         return need_PR.view(len(fqn_P), len(rules)), room_DR.reshape(self.world_size, len(rules))
 
     def check(self, shardings: Mapping[str, TableSharding], name: str) -> None:
-        """Raise PlannerError, naming rule and tables, for a plan that breaks a rule; groups may share any rank."""
+        """PlannerError, naming rule and tables, for a plan that breaks a rule of ranks or of being apart, or has tables
+        on several ranks that belong on one, whichever that is."""
         held = {fqn: {shard.rank for shard in sharding.shards} for fqn, sharding in shardings.items()}
         one_rank = {fqn for group in self.together for fqn in group}
         for fqn, ranks in self.allowed.items():
@@ -209,7 +214,7 @@ class LegalRanks:
                     holders[shard.rank] = fqn
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes for the report of a plan."""
+        """What a reader of a plan should know."""
         return (
             "the plan keeps placement_rules; rivals that break them count as infeasible",
             *(
@@ -219,7 +224,7 @@ class LegalRanks:
         )
 
     def _check_apart(self) -> None:
-        """Raise PlannerError if tables that are apart do not all find a rank."""
+        """PlannerError where tables that are apart cannot all find a rank."""
         for group in self.apart:
             ranks = [self.allowed.get(fqn, range(self.world_size)) for fqn in group]
             possible = np.zeros((len(group), self.world_size), dtype=np.int8)
@@ -231,7 +236,8 @@ class LegalRanks:
 
 
 def _shares(tables: Sequence[ShardableTable], statistics: Mapping[str, FeatureStatistics]) -> dict[str, float]:
-    """Return each table's share of all bytes or of all columns read, whichever is larger."""
+    """What each table asks of a rank, as a share of what all tables ask: of bytes, or of columns read if that is
+    more."""
 
     def lookups(table: ShardableTable) -> float:
         features = table.feature_names
@@ -250,7 +256,7 @@ def _settle(
     share: Mapping[str, float],
     world_size: int,
 ) -> None:
-    """Give every group that is together a rank, in place: the allowed one with the least share so far."""
+    """Give every group that is together a rank, in place: by the shares of tables whose rank is settled already."""
     every, loads = frozenset(range(world_size)), [0.0] * world_size
     grouped = {fqn for group in together for fqn in group}
     for fqn, ranks in allowed.items():
@@ -270,7 +276,7 @@ def _settle(
 
 
 def _fully_qualified(names: Iterable[str], tables: Sequence[ShardableTable]) -> dict[str, list[str]]:
-    """Return the tables of each name."""
+    """The tables that each name means."""
     known: dict[str, list[str]] = {}
     for table in tables:
         for name in {table.name, table.fqn}:
@@ -282,7 +288,7 @@ def _fully_qualified(names: Iterable[str], tables: Sequence[ShardableTable]) -> 
 
 
 def _members(group: Sequence[str], fqns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return the tables of a group, each once."""
+    """The tables of a group, each once, by whichever names."""
     members = tuple(dict.fromkeys(fqn for name in group for fqn in fqns[name]))
     if len(members) < 2:
         raise refused(f"placement_rules have a group {list(group)}, all of which are one table, {members[0]!r}")

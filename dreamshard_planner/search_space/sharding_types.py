@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The table of sharding types, which all code that depends on types reads.
+"""What TorchRec does under each name of a sharding type: one row per type, which all that depends on types reads.
 
-A new type is one more row, and its measured collectives. The rows follow TorchRec 1.6.1 to 1.9.2, and tests compare
-them with its sharders and its training. Imported before torch.
+A new type is one more row; what its collectives cost is measured as that of the others. Read in torchrec 1.6.1 to
+1.9.2, and compared with its sharders and its training in the tests. Read everywhere, also before torch is imported.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ class Exchange:
     """A collective that carries a table's output forward and its gradient backward."""
 
     over: Literal["world", "host", "across"]
-    """Ranks that exchange, see :class:`~dreamshard_planner.cost.collectives.Collective`."""
+    """Which ranks exchange, see :class:`~dreamshard_planner.cost.collectives.Collective`."""
     forward: str | None
-    """Operation of the forward pass: ``all_to_all``, ``reduce_scatter`` or None."""
+    """Operation of the forward pass: ``all_to_all``, ``reduce_scatter``; None where nothing is exchanged."""
     backward: str
-    """Operation of the backward pass; an ``all_reduce`` is of the whole table's gradient."""
+    """The same of the backward pass; an ``all_reduce`` is of the gradient of the whole table."""
 
     @property
     def operation(self) -> str:
-        """Operation that names the exchange."""
+        """The one that names it."""
         return self.forward or self.backward
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Storage of a quantized table."""
+    """How a quantized table is stored."""
 
     shards_apart: bool
-    """True if its shards keep scales and biases apart from weights, as sharder or module ask."""
+    """Whether its shards will have scales and biases apart from their weights, as its sharder or its module asks."""
     columns_are_dims: bool
-    """True if a column of its tensor is an embedding dimension, not a byte of scales or wider weights."""
+    """Whether a column of its tensor is a dimension of its embeddings: not where scales lie in the rows, or a weight
+    takes several bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +57,22 @@ class TableFacts:
     """Bytes of one weight."""
     is_mean: bool
     is_weighted: bool
-    """True if the module asks for weights of lookups, or batches are known to have them."""
+    """Whether lookups carry weights: the module asks for them, or batches are known to have them."""
     is_sequence: bool
     bag_mode: str | None
     """Mode of an ``nn.EmbeddingBag``; None for other modules."""
     attached: bool
-    """True if in-backward optimizers are attached to the replicas of data-parallel tables."""
+    """Whether in-backward optimizers are attached to the replicas of data-parallel tables."""
     replicas_follow: bool
-    """True if attached optimizers equal the table's own, see ``replica_rules.py``."""
+    """Whether they do what the table's own would, see ``replica_rules.py``; False where none are attached."""
     quantized: Quantized | None
     """Storage of a quantized table; None for tables that are trained."""
     varied_batches: bool
-    """True if batch sizes of its module are known to vary by feature."""
+    """Whether features of its module are known to come in batches of different sizes."""
     grid_takes_varied_batches: bool
-    """True if the installed TorchRec runs grid_shard on such batches."""
+    """Whether the installed TorchRec runs grid_shard on such batches."""
     in_groups: bool
-    """True for several sharding groups (2D parallelism)."""
+    """Whether the ranks form several sharding groups (2D parallelism)."""
 
 
 @dataclass(frozen=True)
@@ -81,25 +82,25 @@ class CutFacts:
     kernel: str
     compute_device: str
     is_bag: bool
-    """True for an ``nn.EmbeddingBag``."""
+    """Whether the table is an ``nn.EmbeddingBag``."""
     has_slices: bool
-    """True if no shard has all columns."""
+    """Whether no shard has all columns."""
     lacks_rows: bool
-    """True if some shard has no rows."""
+    """Whether some shard has none."""
     is_too_wide: bool
-    """True if a GPU would train more columns at once than FBGEMM's kernels can."""
+    """Whether a GPU would train more columns at once than FBGEMM's kernels can."""
     misses_rows: bool
-    """True if some block starts or ends elsewhere than TorchRec's lookup assumes."""
+    """Whether some block starts or ends elsewhere than TorchRec's lookup assumes."""
 
 
 @dataclass(frozen=True)
 class Reason(Generic[Case]):
-    """A reason not to propose a type for some tables, or some options of it."""
+    """Why a type is not proposed for some tables, or some options of it are not: for how they cut the table."""
 
     where: str
-    """Tables or options that it holds for, for the documentation."""
+    """Which tables or options, in words, for the documentation."""
     holds: Callable[[Case], bool]
-    """Returns whether it holds for a table or an option."""
+    """The same of one table, or of one option."""
     text: str
 
 
@@ -110,64 +111,65 @@ THROUGH_HOSTS = (Exchange("host", "reduce_scatter", "all_gather"), Exchange("acr
 
 @dataclass(frozen=True)
 class ShardingTypeSpec:
-    """TorchRec's treatment of a table of one sharding type."""
+    """What TorchRec does with a table of one sharding type."""
 
     in_words: str
-    """Ranks and their work in the forward pass, for the documentation."""
+    """Who computes what in the forward pass, for the documentation."""
     _: KW_ONLY
     span: Ranks = "rank"
-    """Ranks of one unit of its shards: consecutive ranks with one shard each, for ``host`` those of one host."""
+    """Which ranks one unit of its shards occupies: a unit's shards lie on ranks that follow on each other, one on
+    each, and one unit of span ``host`` on the ranks of one host."""
     batch: Ranks = "world"
-    """Ranks whose samples each kernel sees. ``rank``: every shard is the whole table, for its own rank's samples."""
+    """Whose samples each kernel sees. ``rank``: every shard is the whole table, for the samples of its own rank."""
     splits_rows: bool = False
     splits_columns: bool = False
     exchanges: tuple[Exchange, ...] = ALL_TO_ALL
-    """Exchanges of pooled outputs, in the order of the forward pass."""
+    """Of pooled outputs, in the order of the forward pass."""
     sequence_exchanges: tuple[Exchange, ...] | None = None
-    """Exchanges of sequence tables; None: as pooled ones."""
+    """Of sequence tables; None: the same."""
     kernels: tuple[str, ...] = FUSED_KERNELS
     """Compute kernels that TorchRec may give it."""
     broken: tuple[Reason[TableFacts], ...] = ()
-    """Tables for which TorchRec computes wrongly or crashes: never proposed."""
+    """Tables for which TorchRec accepts it and computes wrongly or crashes: never proposed, whoever asks."""
     broken_cuts: tuple[Reason[CutFacts], ...] = ()
-    """Options for which TorchRec computes wrongly or crashes."""
+    """The same of single options."""
     inexact: tuple[Reason[TableFacts], ...] = ()
-    """Tables that train differently than whole ones: proposed if a constraint names the type, or with
-    ``exact_training=False``."""
+    """Tables that train differently than whole ones: proposed where a table's constraint names the type, which is
+    consent, or with ``exact_training=False``."""
     pooled_on: tuple[str, ...] = ("cuda",)
-    """Devices for which TorchRec's sharders offer it for an ``EmbeddingBagCollection``."""
+    """Devices on which TorchRec's own sharders offer it for an ``EmbeddingBagCollection``."""
     sequence_on: tuple[str, ...] = ()
-    """Devices for which TorchRec's sharders offer it for an ``EmbeddingCollection``."""
+    """The same for an ``EmbeddingCollection``."""
     only_named: bool = False
-    """True if TorchRec offers it only to tables whose constraint names it."""
+    """Whether TorchRec offers it only to tables whose constraint names it."""
     runs_as: str | None = None
-    """Type that is equal at run time and gives a plan more freedom."""
+    """The type that is the same at run time and leaves more freedom to a plan."""
     divides_means_late: bool = False
-    """True if TorchRec pools mean tables as sums, and divides the module's whole output afterwards."""
+    """Whether TorchRec pools mean tables as sums, and divides the module's whole output afterwards."""
 
     @property
     def is_whole(self) -> bool:
-        """True if one rank holds and computes the whole table."""
+        """Whether one rank holds the table, and computes all of it."""
         return self.span == "rank" and not (self.splits_rows or self.splits_columns)
 
     @property
     def splits_unasked(self) -> bool:
-        """True if it splits tables without being named, in a way that no other type does."""
+        """Whether it cuts tables into parts that nothing else would cut so, without being named."""
         return (self.splits_rows or self.splits_columns) and not (self.runs_as or self.only_named)
 
     @property
     def is_replicated(self) -> bool:
-        """True if every rank holds the whole table."""
+        """Whether every rank holds the whole table."""
         return self.batch == "rank"
 
     def exchanges_of(self, pooled: bool) -> tuple[Exchange, ...]:
-        """Return the exchanges of pooled or of sequence tables."""
+        """Of pooled or of sequence tables."""
         return self.exchanges if pooled or self.sequence_exchanges is None else self.sequence_exchanges
 
 
 ELEMENTWISE_OPTIMIZERS = frozenset({"sgd", "exact_sgd", "exact_adagrad", "adam"})
-"""FBGEMM's in-backward optimizers whose state has the shape of the weights, so that column slices train exactly. Others
-keep a state or a norm per row, of which every slice has its own."""
+"""FBGEMM's names of the in-backward optimizers whose state has the shape of the weights: a column slice updates its
+columns as the whole table would. Others keep a state, or a norm, per row, and every slice then has one of its own."""
 
 STATE_PER_SLICE: Reason[TableFacts] = Reason(
     "optimizers that are not element-wise (row-wise Adagrad, LAMB, ...)",
@@ -175,7 +177,7 @@ STATE_PER_SLICE: Reason[TableFacts] = Reason(
     "every column slice keeps a row-wise optimizer state of its own",
 )
 MOST_CUDA_COLUMNS = 1024
-"""Most columns of a shard: FBGEMM's optimizers refuse more, and its pooled forward has returned zeros for more."""
+"""Of one shard: FBGEMM's optimizers refuse more, and its pooled forward has returned zeros for more."""
 
 OPTIMIZER_OUTSIDE: Reason[TableFacts] = Reason(
     "unless optimizers are attached to the replicas",
@@ -362,26 +364,26 @@ SHARDING_TYPES = {
         pooled_on=ANYWHERE,
     ),
 }
-"""All sharding types, by TorchRec's names."""
+"""All that there are, by TorchRec's names."""
 LATE_MEANS = frozenset(kind for kind, spec in SHARDING_TYPES.items() if spec.divides_means_late)
-"""Types that a mean-pooled table may have only if all tables of its module have one of them."""
+"""The types of which some tables have mean pooling only where all tables of their module have one of these."""
 MIXED_MEAN = (
     "TorchRec divides the output of every table of the module that is not row_wise or table_row_wise once more, where "
     "one that is has mean pooling"
 )
-"""Defect of a module's tables together."""
+"""Broken as well, but of a module's tables together."""
 
 
 def broken(sharding_type: str, facts: TableFacts) -> str | None:
-    """Return why the type is never proposed for such a table, or None."""
+    """Why the type is never proposed for such a table; None where it may be."""
     return first_reason(SHARDING_TYPES[sharding_type].broken, facts)
 
 
 def inexact(sharding_type: str, facts: TableFacts) -> str | None:
-    """Return the change in training by the type, or None if the table trains as a whole one."""
+    """What the type changes in the training of such a table; None where the table trains as a whole one would."""
     return first_reason(SHARDING_TYPES[sharding_type].inexact, facts)
 
 
 def first_reason(reasons: tuple[Reason[Case], ...], case: Case) -> str | None:
-    """Return the text of the first reason that holds, or None."""
+    """Text of the first reason that holds; None if none does."""
     return next((reason.text for reason in reasons if reason.holds(case)), None)

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Show the progress of long steps."""
+"""How far a long step is, for people."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 @contextmanager
 def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr; the yielded function takes a note and the steps made (1).
-
-    ``total`` may be unknown; steps past it are not shown.
-    """
+    """A bar on stderr, ``done`` of ``total`` at first, which may be unknown; call what it yields with a note, and the
+    steps made (1); steps past ``total`` are not shown."""
     bar = Progress(
         TextColumn(what),
         BarColumn(),
@@ -33,12 +31,13 @@ def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> 
 
 
 LONG_SECONDS = 10.0
-"""Time after which a log names a running step."""
+"""After which a step that takes them is told of in a log as well."""
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Say on stderr that a step runs: on a terminal with a clock that vanishes, elsewhere if it takes long."""
+    """On stderr: that something is being done. On a terminal for how long already, and nothing stays; elsewhere in one
+    line, if it takes long."""
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     if console.is_terminal:
         columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())

@@ -23,9 +23,9 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, set_work, work_limits
 from dreamshard_planner.planning.context import PlanRater
-from dreamshard_planner.policy.mdp import ShardingTask
+from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.policy.network import Policy, roll_out
-from dreamshard_planner.policy.reinforce import WHOLE_ONLY, UpdateStatistics, train_policy
+from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
@@ -191,7 +191,8 @@ def validate_policy(checkpoint: Checkpoint, tables: Sequence[Table], config: Tra
     logs: dict[str, list[float]] = {name: [] for name in HEURISTICS}
     for drawn in tasks:
         cost = drawn.task.cost
-        sharding = roll_out(checkpoint.policy, drawn.task, 1, types_EN=torch.tensor([WHOLE_ONLY])).shardings()[0]
+        task = ShardingTask(cost, OptionTotals(cost), WHOLE_TYPES)
+        sharding = roll_out(checkpoint.policy, task, 1).shardings()[0]
         if sharding is None:
             infeasible["policy"] += 1
             continue

@@ -40,7 +40,7 @@ from dlrm.job import EveryTypeSharder
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
 
 SAMPLES = 16
-"""Samples of a global batch."""
+"""Of a global batch."""
 MAX_LENGTH = 4
 """Lookups per sample and feature: from none to these."""
 STEPS = 4
@@ -64,7 +64,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """A model to train.
+    """What is trained.
 
     Attributes:
         modules: by module, its tables by name. A module whose name starts with ``sequence`` is an EmbeddingCollection,
@@ -100,7 +100,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trained:
-    """Results of a training on one rank."""
+    """What came of it, on a rank."""
 
     losses: list[float]
     """Mean over the ranks, per step."""
@@ -109,11 +109,11 @@ class Trained:
     sharding: dict[str, tuple[str, list[int]]]
     """Sharding type and ranks by table."""
     notes: tuple[str, ...]
-    """Notes of the planner's report, on rank 0."""
+    """Of the planner's report, on rank 0."""
     warned: tuple[str, ...]
     """By the planner."""
     error: str | None
-    """Error of the sharding or training, if any."""
+    """Of the sharding or training, where that crashed."""
     allocated: int
     """Bytes of this rank's tables, see :func:`allocated_bytes`."""
     planned: tuple[int, ...]
@@ -310,7 +310,7 @@ def allocated_bytes(model: DistributedModelParallel) -> int:
 
 
 def alone(case: Case) -> Case:
-    """Return the case with whole tables, for one rank."""
+    """The same with whole tables, for one rank."""
     modules = {module: {name: _whole(spec) for name, spec in tables.items()} for module, tables in case.modules.items()}
     return replace(case, modules=modules, planner="torchrec")
 
@@ -322,7 +322,7 @@ def _whole(spec: TableSpec) -> TableSpec:
 def local_shards(
     model: DistributedModelParallel,
 ) -> Iterator[tuple[str, Sequence[int], list[tuple[list[int], Tensor]]]]:
-    """Yield name, shape, and this rank's shards with their offsets of every table."""
+    """Of every table: name, shape, and this rank's shards with their offsets in it."""
     for key, value in model.state_dict().items():
         if not key.endswith(".weight") or key.startswith("top"):
             continue
@@ -348,7 +348,7 @@ def untrained(name: str, shape: Sequence[int]) -> Tensor:
 
 
 def fill(model: DistributedModelParallel) -> None:
-    """Set weights that do not depend on the sharding."""
+    """The same weights however the tables are sharded."""
     for name, shape, shards in local_shards(model):
         whole = untrained(name, shape)
         for (row, column), part in shards:

@@ -112,7 +112,7 @@ def test_starts_roll_outs_and_group_moves_are_fewer_with_less_effort(monkeypatch
 
     monkeypatch.setattr(network, "roll_out", counted)
     for effort in (QUICK, 1.0, THOROUGH):
-        policy_starts(cost, prior_policy(), asked, level, effort=effort)
+        policy_starts(cost, prior_policy(), asked, effort=effort)
     assert episodes[0] < episodes[1] == episodes[2]
 
 

@@ -54,17 +54,18 @@ def test_what_was_not_legal_was_not_taken_and_teaches_nothing() -> None:
 
 
 def test_training_keeps_what_did_best_and_repeats() -> None:
-    """Rates so high that every update spoils the start, which is greedy on cost: it stays, unless nobody looks."""
-    tasks, harmful = tasks_of(0, 1, 2, 3), replace(TRAINING, learning_rate=10.0)
+    """Every look rates the policy; the last one stays only if nobody looks."""
+    tasks, wild = tasks_of(0, 1, 2, 3), replace(TRAINING, learning_rate=10.0)
     policies = []
-    for config in (TRAINING, TRAINING, harmful, replace(harmful, looks=0)):
+    for config in (TRAINING, TRAINING, wild, replace(wild, looks=0)):
         policy = Policy(PolicyConfig(hidden=8))
         before = standing(policy, tasks)
         told = train_policy(policy, tasks, config)
-        assert (standing(policy, tasks) <= before) == (config.looks > 0)
+        assert standing(policy, tasks) <= before or not config.looks
         assert len(told) == 4 and all(update.infeasible_share == 0 for update in told)
         policies.append(policy)
     assert all(torch.equal(*pair) for pair in zip(policies[0].parameters(), policies[1].parameters(), strict=True))
+    assert not torch.equal(policies[3].log_weights, Policy(PolicyConfig(hidden=8)).log_weights)
 
 
 def test_training_lowers_the_cost() -> None:
@@ -73,7 +74,7 @@ def test_training_lowers_the_cost() -> None:
     torch.nn.init.constant_(policy.log_greediness, -20.0)
     before = standing(policy, tasks)
     told = train_policy(policy, tasks, replace(TRAINING, updates=40, episodes_per_task=12, learning_rate=2e-2))
-    assert standing(policy, tasks) < before - 0.05
+    assert standing(policy, tasks) < before
     first, last = (sum(update.relative_cost for update in part) for part in (told[:8], told[-8:]))
     assert last < first
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Progress of long steps."""
+"""How far a long step is, for people."""
 
 from __future__ import annotations
 
