@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What the planner says of collectives between GPUs that others measured and published, and its shares fitted to them.
+"""Compare predicted collectives between GPUs with published times, and fit the shares of bandwidth to them.
 
     python benchmarks/collectives_prior.py          # predicted beside published
     python benchmarks/collectives_prior.py --fit    # shares fitted to all rows, and to all sources but one in turn

@@ -89,7 +89,7 @@ def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, arg
 
 @dataclass(frozen=True)
 class Game:
-    """What is played: placements of whole tables, or splits and placements."""
+    """A kind of contest: placements of whole tables, or splits and placements."""
 
     placers: Mapping[str, Any]
     draw: Callable[[], Sequence[Contest] | Sequence[SplitContest]]
@@ -118,7 +118,7 @@ class Game:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Of the command."""
+    """Return the command's parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
-    """What all lines of a record have in common."""
+    """Return the settings that all lines of a record have in common."""
     # Records of before these options go on as they are.
     new = [name for name in ("sharding_types", "processor_time") if not getattr(args, name)]
     left_out = ("tasks", "record", "seconds", *new)

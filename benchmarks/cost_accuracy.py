@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""How well costs of fused sets are predicted, on sets of held-out tables, against clean labels.
+"""Measure the error of predicted costs of fused sets of held-out tables against clean labels.
 
     python benchmarks/cost_accuracy.py --measure --json benchmarks/results/2026-11-21-cost-accuracy.json
 
@@ -56,7 +56,7 @@ DATA = Path(__file__).parent / "data"
 POOLS = ("meta_like_2021", "merlin_small", "broad")
 STAGES = ("forward", "backward")
 MAX_WORK = {"cpu": 60e6, "cuda": 5e9}
-"""Of a set; as when the shipped sets were drawn, of which none has Adagrad."""
+"""Most work of a set, as when the shipped sets were drawn, of which none has Adagrad."""
 REPEATS = 3
 """Runs of a set in one round."""
 AGAIN = "-again"
@@ -167,8 +167,9 @@ def errors(predicted_X2: Tensor, label_X2: Tensor) -> dict[str, Any]:
 
 
 def noise(clean: CostDataset) -> dict[str, Any]:
-    """How far apart two halves of the rounds are (the median of all is about half as far from the truth), and what
-    one round, or one run of the kernel without correction, is worth."""
+    """Return how far apart two halves of the rounds are, and the error of one round and of one run without correction.
+
+    The median of all rounds is about half as far from the truth."""
     round_NR2 = torch.from_numpy(clean.corrected_ms).unflatten(1, (-1, REPEATS)).quantile(0.5, dim=2)
     known = {
         "one_round": errors(round_NR2[:, 0], clean.forward_backward_ms),
@@ -225,7 +226,7 @@ def on_test_sets(
 
 
 def measured_again(network: CostNetwork, test: LabelledSets, again: CostDataset) -> dict[str, list[float]]:
-    """What one measurement of these sets is worth: how far a second one is off, at the best scale, as hours differ in
+    """Return the error of a second measurement of these sets, at the best scale, as hours differ in
     speed; and how far the network is off the geometric mean of both."""
     second_X2 = again.forward_backward_ms
     second_X2 = second_X2 * best_scale(second_X2, test.labels_ms_X2.double())

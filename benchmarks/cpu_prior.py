@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What the roofline model says of CPU kernels, and its parameters fitted to what one kind of CPU measured.
+"""Compare the roofline model of CPU kernels with one kind of CPU, and fit its parameters to it.
 
     python benchmarks/cpu_prior.py [FILE.test.npz ...]   # errors of the parameters that ship, on test data and on yours
     python benchmarks/cpu_prior.py --fit                 # and fitted anew to the training data
@@ -37,11 +37,11 @@ FITTED = (
     "forward_launch_ms", "backward_launch_ms",
 )  # fmt: skip
 FROM = replace(CPU_KERNELS, table_bytes=3e4)
-"""Where the fit starts; each parameter's first step doubles it."""
+"""Start of the fit; each parameter's first step doubles it."""
 MEMORY_BYTES_PER_MS = 51.2e6
 """TorchRec's for CPUs. Launches are the only times that do not follow it."""
 SETS = 400
-"""Of each file, at random: each parameter is in all of them."""
+"""Random sets of each file: each parameter is in all of them."""
 
 
 def read(path: Path, count: int | None = None) -> LabelledSets:

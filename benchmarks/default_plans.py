@@ -87,7 +87,7 @@ FULL_SEARCH = (
     "random 200 x 8; merlin small x 16; merlin tiny x 64; meta 60 x 64; merlin medium x 16; merlin small x 64; "
     "merlin tiny x 128; random 200 x 64; meta 200 x 64; merlin medium x 8"
 ).split("; ")
-"""Of the tasks over every sharding type those on which TorchRec's search was run to its end."""
+"""Tasks over every sharding type on which TorchRec's search was run to its end."""
 
 
 class DefaultTask(FullTask):
@@ -227,7 +227,7 @@ def summarize(lines: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def chosen_tasks(args: argparse.Namespace) -> list[DefaultTask]:
-    """Those that the command asks for."""
+    """Return the tasks that the command asks for."""
     if args.full_search:
         every = tasks()
         return [DefaultTask(name, every[name].make, every[name].ranks, every[name].batch_size) for name in FULL_SEARCH]

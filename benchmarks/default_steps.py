@@ -152,7 +152,7 @@ def told(planner: EmbeddingShardingPlanner, trainee: Trainee, node: Node) -> dic
 
 
 def ratio(row: dict[str, Any], name: str) -> float:
-    """Of a model: time under a planner over that under TorchRec's."""
+    """Return a model's step time under a planner over that under TorchRec's."""
     mine_N, base_N = (np.array(row["step_ms"][which]) for which in (name, BASE))
     return float(np.median(mine_N / base_N))
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""How fast fused kernels move memory, and how far a set of tables is from the sum of its tables.
+"""Measure the bandwidth of fused kernels, and how far a set of tables is from the sum of its tables.
 
     python benchmarks/fused_kernels.py --json benchmarks/results/2026-11-21-fused-kernels.json
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What the roofline model says of GPU kernels that an H100 measured and others published, and its parameters fitted to
+"""Compare the roofline model of GPU kernels with measured and published times, and fit its parameters to
 them.
 
     python benchmarks/gpu_prior.py                   # predicted beside published
@@ -76,9 +76,9 @@ MEASURED = Path(__file__).parent / "data" / "h100_settings.json"
 """Settings of kernels that an H100 measured; the script is in git, at the commit that the file names."""
 TRAIN, TEST = (Path(__file__).parent / "data" / f"cuda-{name}.npz" for name in ("train", "test"))
 LEAST_RATIO = 0.1
-"""Of predicted over measured, that counts: kernels with nothing to do take next to nothing."""
+"""Least predicted over measured that counts: kernels with nothing to do take next to nothing."""
 PUBLISHED_WEIGHT, SETTINGS_WEIGHT = 6.0, 3.0
-"""Of a published time, and of a measured setting, over that of a measured set of tables: there are many of these."""
+"""Weights of a published time and of a measured setting over that of a measured set, of which there are many."""
 
 DIRECTIONS = ("forward", "backward", "both")
 """Both: where they were timed as one."""
@@ -92,12 +92,12 @@ class Setup:
     memory_gb_per_s: float
     l2_mb: float
     inferred: bool = False
-    """Whether the source leaves out which card it was."""
+    """True if the source does not name its card."""
     amd: bool = False
     gpu: str | None = None
     """Name in ``GPUS`` of the card whose multiprocessors it has; None to scale them by bandwidth."""
     without_sort: bool = False
-    """Whether only the kernels were timed that update rows, without what comes before them."""
+    """True if only the kernels that update rows were timed."""
 
     def cost(self, kernels: Kernels, cards: Mapping[str, float]) -> RooflineCost:
         """With fitted bandwidths, in GB/s, of sources that name no card. A state's time on AMD counts there alone."""
@@ -112,13 +112,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Times:
-    """Of sets of tables, in one setup."""
+    """Times of sets of tables, in one setup."""
 
     setup: Setup
     weight: float
-    """Of each in a fit."""
+    """Weight of each set in a fit."""
     features_UF: torch.Tensor
-    """Of the distinct shards: half of the H100's recur."""
+    """Features of the distinct shards: half of the H100's recur."""
     shard_S: torch.Tensor
     set_S: torch.Tensor
     told_ms_X3: torch.Tensor
@@ -129,7 +129,7 @@ class Times:
     def of(
         cls, setup: Setup, weight: float, features_SF: torch.Tensor, set_S: torch.Tensor, told_ms_X3: torch.Tensor
     ) -> Times:
-        """Of the features of all shards, and the set of each."""
+        """Make times of the features of all shards, and the set of each."""
         features_UF, shard_S = torch.unique(features_SF, dim=0, return_inverse=True)
         return cls(setup, weight, features_UF, shard_S, set_S, told_ms_X3)
 
@@ -144,7 +144,7 @@ class Times:
         return torch.stack([ms_X3[timed_X3], self.told_ms_X3[timed_X3]], dim=1).numpy()
 
     def labels(self) -> list[str]:
-        """Of what was timed, in that order."""
+        """Return the labels of the times, in the order of the milliseconds."""
         timed_X3 = (~self.told_ms_X3.isnan()).tolist()
         return [
             f"{name:<44} {direction:<9}"
@@ -268,7 +268,7 @@ def log_ratios(part: Times, kernels: Kernels, cards: Mapping[str, float]) -> np.
 
 
 def by_source(times: Iterable[Times]) -> dict[str, list[Times]]:
-    """Those of each source, in the order of their names."""
+    """Return the times of each source, in the order of their names."""
     found: dict[str, list[Times]] = {}
     for part in sorted(times, key=lambda part: part.setup.source):
         found.setdefault(part.setup.source, []).append(part)
@@ -277,7 +277,7 @@ def by_source(times: Iterable[Times]) -> dict[str, list[Times]]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of predicted and measured times."""
+    """Agreement of predicted with measured times."""
 
     times: int
     factor: float
@@ -289,7 +289,7 @@ class Agreement:
 
     @classmethod
     def of(cls, times: Sequence[Times], kernels: Kernels, cards: Mapping[str, float] | None = None) -> Agreement:
-        """Of one source."""
+        """Compare the times of one source."""
         predicted, ms = np.concatenate([part.predicted_and_told(kernels, cards or {}) for part in times]).T
         factor = float(np.median(ms / predicted))
         tau = float(kendalltau(predicted, ms).statistic) if len(ms) > 2 else None

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What observing training steps teaches the costs, what plans by them are worth, and what it takes of a step.
+"""Measure what costs learn from observed steps, what plans by them gain, and what observing takes of a step.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/observed_steps.py --record observed.jsonl --json observed.json
     torchrun --standalone --nproc_per_node=2 benchmarks/observed_steps.py --models 0 --pairs 400 --json overhead.json

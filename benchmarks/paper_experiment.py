@@ -77,7 +77,7 @@ class PaperField(Field):
         super().__init__(device=device)
         known = self.placers
         self.predicted_ms: dict[str, float] = {}
-        """What each trained model says of the compute of its own placement of the last task."""
+        """Return each trained model's prediction of the compute of its own placement of the last task."""
         self.placers = {name: known[name] for name in BASELINES}
         self.placers["default_shipped"] = known["dreamshard"]
         trained = rows(models, setting, seeds)
@@ -266,7 +266,7 @@ def report(models: Models, settings: list[Setting], half: Half, seeds: range, ar
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
-    """What a record must agree in to be continued."""
+    """Return the settings in which a record must agree to be continued."""
     names = (
         "seeds", *SEEDS, "home", "batch_size", "rounds", "device", "processor_time", "quick",
     )  # fmt: skip

@@ -84,7 +84,7 @@ def _ruled(seed: int) -> DreamShardPlanner:
 
 
 def outcome(problem: Problem) -> dict[str, object]:
-    """What the record holds of one problem."""
+    """Return the record of one problem."""
     try:
         planner = problem()
     except (PlannerError, ValueError) as error:

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What planning over every sharding type takes as models and clusters grow: processor time on one thread, and memory.
+"""Measure processor time and memory of planning over every sharding type as models and clusters grow.
 
     python benchmarks/planning_scale.py --json benchmarks/results/2026-11-24-planning-scale.json
     python benchmarks/planning_scale.py --against ../before          # another checkout's code as well
@@ -54,7 +54,7 @@ def planned(size: str, cost_source: str) -> dict[str, Any]:
 
 
 def in_own_process(checkout: Path, size: str, cost_source: str) -> dict[str, Any]:
-    """The same on a checkout's package."""
+    """Plan in a process of its own with a checkout's package."""
     command = [sys.executable, __file__, "--plan", size, cost_source]
     env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     told = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout

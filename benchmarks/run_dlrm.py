@@ -47,8 +47,8 @@ from dlrm.options import Config, Node, argument_parser
 from dlrm.results import Result, print_table
 from dlrm.steps import Trainee, train_side_by_side
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import pinned, rank_cores
+from dreamshard_planner.measure.ranks import local_ranks, rank_cores
+from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.pools import named_pool

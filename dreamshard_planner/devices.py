@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 GB = 10**9
 GPUS_OF_A_HOST = 8
-"""In the vendor's own machines of those GPUs that have a network."""
+"""GPUs in the vendor's own machines with a network."""
 MAX_RANKS = 2**15
-"""Planned for; twice as many would take minutes."""
+"""Most ranks of a plan; twice as many take minutes."""
 MAX_RANKS_OF_A_HOST = 16
-"""More on one host are taken for a forgotten ``local_world_size``."""
+"""Most ranks on one host; more look like a forgotten ``local_world_size``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,15 @@ class Gpu:
     memory_bytes: int
     memory_bytes_per_s: float
     l2_bytes: int
-    """Of the cache that all of its cores share."""
+    """Bytes of the L2 cache."""
     multiprocessor_hz: float
-    """Multiprocessors times the clock that they reach."""
+    """Multiprocessors times boost clock."""
     link_bytes_per_s: float
-    """Between GPUs of one host, one direction, to all peers together."""
+    """Bandwidth to all GPUs of the host together, one direction."""
     host_bytes_per_s: float
-    """To the host's memory, one direction."""
+    """Bandwidth to the host's memory, one direction."""
     network_bytes_per_s: float | None
-    """To other hosts, one direction, per GPU; None where the vendor sells no such machine."""
+    """Bandwidth to other hosts per GPU, one direction; None if the vendor sells no such machine."""
     source: str
 
 
@@ -129,7 +129,7 @@ GPUS = {
         source="NVIDIA A10 data sheet; NVIDIA Ampere GA102 GPU architecture",
     ),
 }
-"""By name."""
+"""GPUs by name."""
 _CARDS = {
     "NVIDIA A100-SXM4-40GB": "a100-40",
     "NVIDIA A100-PCIE-40GB": "a100-40",
@@ -240,25 +240,25 @@ def make_topology(
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Ranks, their memory and what connects them; None for what TorchRec has a default for."""
+    """Ranks, their memory and their links; None for TorchRec's default."""
 
     ranks_per_host: int
     hosts: int = 1
     device: str = "cuda"
     """``cuda`` or ``cpu``."""
     gpu: str | None = None
-    """A name of :data:`GPUS`, for what is not given below."""
+    """Name in :data:`GPUS`, for figures that are not given below."""
     memory_bytes: int | None = None
     """Device memory of a rank; on CPUs the rank's part of the host's."""
     memory_bytes_per_s: float | None = None
     host_memory_bytes: int | None = None
     """The rank's part of the host's memory, on GPUs: for unified memory."""
     host_bytes_per_s: float | None = None
-    """To the host's memory, on GPUs."""
+    """Bandwidth to the host's memory, on GPUs."""
     intra_bytes_per_s: float | None = None
-    """Between ranks of one host."""
+    """Bandwidth between ranks of one host."""
     inter_bytes_per_s: float | None = None
-    """Between hosts."""
+    """Bandwidth between hosts."""
     ssd_bytes: int | None = None
     """The rank's part of the host's SSDs."""
     rank_memory_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
@@ -291,18 +291,18 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """Of all hosts."""
+        """Number of ranks on all hosts."""
         return self.ranks_per_host * self.hosts
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Title for people."""
         what = "CPU ranks" if self.device == "cpu" else GPUS[self.gpu].title if self.gpu else "GPUs"
         return f"{self.ranks_per_host} {what}" + (f" on each of {self.hosts} hosts" if self.hosts > 1 else "")
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """What is hardly meant, in words."""
+        """Warnings of figures that are hardly meant."""
         if self.gpu is None or GPUS[self.gpu].network_bytes_per_s is None or self.ranks_per_host <= GPUS_OF_A_HOST:
             return ()
         return (
@@ -311,7 +311,7 @@ class Machine:
         )
 
     def topology(self) -> Topology:
-        """As TorchRec's planner takes it, with its own defaults for what is not known."""
+        """Return TorchRec's topology, with its defaults for unknown figures."""
         gpu = GPUS[self.gpu] if self.gpu else None
         memory = self.memory_bytes or (gpu.memory_bytes if gpu else None)
         speed = _per_ms(self.memory_bytes_per_s or (gpu.memory_bytes_per_s if gpu else None))

@@ -51,5 +51,5 @@ class LinearCost(ComputeCost):
         return torch.where(latent_XH[..., :1] > 0.5, cost_X2, 0.0)
 
     def shard_ms(self, features_SF: Tensor) -> Tensor:
-        """What each shard adds to its group, forward + backward, [S]."""
+        """Return what each shard adds to its group, forward + backward, [S]."""
         return (self.encode(features_SF) @ self._rates_P2).sum(-1).clamp_min(0.0)

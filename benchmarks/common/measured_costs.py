@@ -88,7 +88,7 @@ class SetClock:
         self._reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, self._arena)
         self._order = torch.Generator().manual_seed(seed)
         self.usual_ms: Tensor | None = None
-        """Of the reference set, when this clock was first used."""
+        """Milliseconds of the reference set when this clock was first used."""
 
     def samples(self, sets: Sequence[tuple[int, ...]], repeats: int) -> list[Samples]:
         """Return all runs of each set; sets are interleaved, as many at a time as memory should hold."""

@@ -36,7 +36,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def command() -> str:
-    """What to type in the project's folder to run this again."""
+    """Return the command that runs this again from the project's folder."""
     script = os.path.relpath(sys.argv[0], ROOT)
     ranks = os.environ.get("WORLD_SIZE")
     launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks else "python"
@@ -44,7 +44,7 @@ def command() -> str:
 
 
 def commit() -> str:
-    """Of the working tree, ``-dirty`` where it differs from it; ``unknown`` outside of git."""
+    """Return the commit of the working tree: ``-dirty`` after changes, ``unknown`` outside of git."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     done = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
@@ -78,7 +78,7 @@ def trimmed_mean(values_NM: np.ndarray, share: float = 0.1) -> np.ndarray:
 
 
 def wide_console(columns: int = 120) -> Console:
-    """Of stdout; so many columns wide where that is no terminal, which rich takes to be narrow."""
+    """Return a console of stdout, of this many columns if it is no terminal, which rich takes to be narrow."""
     console = Console()
     return console if console.is_terminal else Console(width=columns)
 

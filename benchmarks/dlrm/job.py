@@ -151,7 +151,7 @@ def make_batches(
 
 @dataclass(frozen=True)
 class Job:
-    """The same weights and batches under every plan."""
+    """A model with the same weights and batches under every plan."""
 
     tables: Sequence[Table]
     batches: Sequence[Batch]
@@ -192,7 +192,7 @@ def draw_batches(tables: Sequence[Table], config: Config, node: Node) -> list[Ba
 
 
 def needs_every_type(config: Config, node: Node) -> bool:
-    """Whether planners may use a type that TorchRec's own sharder does not offer on this device."""
+    """Return whether planners may use a type that TorchRec's own sharder does not offer on this device."""
     return not set(config.kinds) <= set(EmbeddingBagCollectionSharder().sharding_types(node.device.type))
 
 
@@ -202,9 +202,9 @@ class Planned:
 
     plans: dict[str, ShardingPlan]
     options: dict[str, list[ShardingOption]]
-    """Of each plan, on the first rank."""
+    """Options of each plan, on the first rank."""
     told: dict[str, dict[str, Any]]
-    """Of each plan, on the first rank: how long it took, ranks and splits of tables, and its predicted cost."""
+    """Facts of each plan, on the first rank: planning time, ranks and splits of tables, and predicted cost."""
     judge: DreamShardPlanner
     """Whose cost model predicts all of them."""
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torchrec.distributed.planner import Topology
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import pinned, rank_cores
+from dreamshard_planner.measure.ranks import local_ranks, rank_cores
+from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.search.placing import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
@@ -41,7 +41,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to run; each field is an option of the command."""
+    """Settings of a run; each field is an option of the command."""
 
     tables: str = option("mlperf_dlrm_dcnv2", "table collection")
     count: int = option(0, "so many tables of the collection, drawn by the seed; 0: all")

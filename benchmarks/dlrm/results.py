@@ -28,7 +28,7 @@ class PlannerResult:
     name: str
     plan_seconds: float
     ranks: dict[str, list[int]]
-    """Of each table's shards."""
+    """Ranks of each table's shards."""
     split: dict[str, str]
     """Sharding type of each table that is not whole."""
     predicted: ReportEntry
@@ -36,12 +36,12 @@ class PlannerResult:
     step_ms: tuple[float, float, float]
     """Lower quartile, median, upper quartile; a block takes as long as on its slowest rank."""
     ratio: tuple[float, float, float]
-    """Of the step time to the base's, between the bounds of its 95 % interval: :func:`ratio_interval`."""
+    """Ratio of the step time to the base's, between the bounds of its 95 % interval: :func:`ratio_interval`."""
     forward_ms: tuple[float, ...]
     """Fused kernels of each rank."""
     backward_ms: tuple[float, ...]
     kernel_ratio: tuple[float, float, float]
-    """Of the slower rank's kernels to the base's, as :attr:`ratio`."""
+    """Ratio of the slower rank's kernels to the base's, as :attr:`ratio`."""
     samples_per_second: float
     kernel_ms: tuple[tuple[tuple[float, ...], ...], ...]
     """Forward + backward of the blocks, by rank and model, per step."""
@@ -94,9 +94,9 @@ class Result:
     loss_difference: float
     """Largest between two models, any step and rank."""
     reference_ms: float
-    """Of the reference set, between the steps: median over rounds, mean over ranks."""
+    """Milliseconds of the reference set, between the steps: median over rounds, mean over ranks."""
     checkpoint_reference_ms: float | None
-    """What it took when the checkpoint's kernels were measured; None where they were not."""
+    """Milliseconds of it when the checkpoint's kernels were measured; None if they were not."""
     world_size: int
     planners: tuple[PlannerResult, ...]
     report: Report
@@ -129,7 +129,7 @@ class Result:
 
     @property
     def speed(self) -> float | None:
-        """How many times as long as then kernels take now, by the reference set; None where nobody knows."""
+        """Time of kernels now over that time, by the reference set; None if it is unknown."""
         usual_ms = self.checkpoint_reference_ms
         return self.reference_ms / usual_ms if usual_ms else None
 

@@ -42,14 +42,14 @@ KERNELS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBags
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw, by planner."""
+    """Measurements of one rank, by planner."""
 
     blocks: dict[str, list[list[tuple[float, float, float]]]]
-    """Of each model: milliseconds per step of its blocks, all of it, and forward and backward of its kernels."""
+    """Milliseconds per step of each model's blocks: all of it, and forward and backward of its kernels."""
     losses: dict[str, list[list[float]]]
-    """Of each model, by step."""
+    """Losses of each model, by step."""
     reference_ms: float
-    """Of the reference set, median over the rounds."""
+    """Milliseconds of the reference set, median over the rounds."""
 
 
 def train_side_by_side(build: Callable[[str], Trainee], config: Config, node: Node) -> Trained:
@@ -166,7 +166,7 @@ class Trainee:
         """Per step of each block, by all threads of this process."""
 
     def observed(self, steps: int) -> Observation:
-        """Of so many steps, on this rank."""
+        """Train and return an observation of this many steps on this rank."""
         with observe(self.model, self._planner, every=max(1, steps // 4)) as seen:
             self.train(steps + 1, timed=False)
         return seen.observation()

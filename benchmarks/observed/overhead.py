@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What observing takes of a step of the demo.
+"""Measure what observing takes of a step of the demo.
 
 Short blocks of one model in turn with and without observing, in the order on, off, off, on; all read the same batches,
 and each step is timed by itself. An observer counts the first batch that it sees, and by default every 100th: so of the
@@ -62,7 +62,7 @@ def demo(node: Node, block: int) -> Trainee:
 
 
 def _block_ms(one: Trainee, on: bool, block: int) -> list[tuple[float, float]]:
-    """Of each step."""
+    """Return the milliseconds of each step."""
     with observe(one.model) if on else nullcontext():
         return [one.train(1, timed=False) for _ in range(1 + block)]
 
@@ -74,7 +74,7 @@ def told(ms_RN2S2: np.ndarray) -> dict[str, Any]:
 
 
 def _of_clock(ms_N2S: np.ndarray) -> dict[str, Any]:
-    """Of the slower rank, or of all together."""
+    """Return the shares of one clock: of the slower rank, or of all together."""
     more_NS = ms_N2S[:, 0] / ms_N2S[:, 1] - 1
     hooks_NS, counting_N1 = more_NS[:, 1:], (more_NS[:, :1] - more_NS[:, 1:].mean(1, keepdims=True)) / EVERY
 

@@ -26,7 +26,7 @@ from observed.learned import HELD_OUT, LEARNED
 
 BASE = "torchrec"
 SHIPPED_PLAN = "dreamshard"
-"""What our planner with the shipped network is called among the planners."""
+"""Name of our planner with the shipped network among the planners."""
 WINNER = "shipped"
 """Whose win over TorchRec's plan counts as all of it."""
 
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 
 def measure_plans(job: Job, costs: Mapping[str, Checkpoint]) -> dict[str, Any]:
-    """What a step takes under the plan of each cost and under TorchRec's, by name. Plans that are the same are measured
+    """Measure steps under the plan of each cost and under TorchRec's, by name. Plans that are the same are measured
     once."""
     more = {SHIPPED_PLAN if name == "shipped" else name: checkpoint for name, checkpoint in costs.items()}
     planners = make_planners(job.tables, job.batches, job.config, job.node, more)
@@ -64,7 +64,7 @@ def measure_plans(job: Job, costs: Mapping[str, Checkpoint]) -> dict[str, Any]:
 
 
 def _predicted(planner: DreamShardPlanner, name: str, options: Mapping[str, list[ShardingOption]]) -> dict[str, Any]:
-    """What a planner thinks of its own plan, and of the base's."""
+    """Return a planner's prediction of its own plan, and of the base's."""
     entries = {which: planner.predict(options[which], which) for which in (name, BASE)}
     return {
         which: {"total_ms": entry.total_ms, "rank_ms": list(entry.rank_ms), "collectives_ms": entry.collectives_ms}
@@ -152,7 +152,7 @@ def _steps(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _share(mine_N: np.ndarray, winner_N: np.ndarray | None) -> list[float] | None:
-    """Of the winner's win, in logarithms; its bounds say nothing where that win may be none."""
+    """Return the share of the winner's win, in logarithms; its bounds say nothing if that win may be none."""
     if winner_N is None or not winner_N.any():
         return None
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -112,7 +112,7 @@ class Fit:
     network: type[PaperCostNetwork] = PaperCostNetwork
     loss: str = "mean"
     composed: bool = False
-    """Whether placements are composed of random measured sets, not the measured ones."""
+    """True if placements are composed of random measured sets, not the measured ones."""
 
 
 FITS = {
@@ -136,7 +136,7 @@ MEASURED_REWARDS = "measured_rewards"
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much of everything; the defaults are the whole experiment."""
+    """Size of the experiment; the defaults are the whole one."""
 
     train_tasks: int = 50
     iterations: int = 10
@@ -150,13 +150,13 @@ class Scale:
     repeats: int = 2
     """Timed runs of each set in training."""
     epochs: int = 120
-    """Of our cost network."""
+    """Epochs of our cost network."""
     measured_seeds: int = 3
     """Trainings that measure placements of their own; the others learn from those of the first."""
     away_seeds: int = 3
     """Trainings in settings other than home."""
     converged_seeds: int = 3
-    """Of these, those that go on until convergence."""
+    """Number of these that go on until convergence."""
     ablation_seeds: int = 3
     """Trainings in which more is learned than what stands in the table of results."""
 
@@ -189,7 +189,7 @@ class Models:
         return self.folder / f"{setting}-{seed}"
 
     def is_measured(self, kind: str, setting: Setting, seed: int) -> bool:
-        """Whether all that this kind learns from is measured."""
+        """True if all that this kind learns from is measured."""
         if kind.startswith(MEASURED_REWARDS):
             return (self._of(setting, seed) / f"{MEASURED_REWARDS}-{self.looks[-1]}.safetensors").exists()
         of_converged = kind == "converged" or "@" in kind
@@ -223,7 +223,7 @@ class Models:
         return Model(trained.network, self._policy(made, trained.network, setting, seed, f"{made}-on-published"))
 
     def kinds(self, setting: Setting, seed: int) -> tuple[str, ...]:
-        """What is trained in a setting; more at home."""
+        """Return the models that are trained in a setting; more at home."""
         kinds = ("published", "autoshard", "published_search", "default_policy", "default")
         if setting == self.home or seed < self.scale.converged_seeds:
             kinds += ("converged",)
@@ -234,7 +234,7 @@ class Models:
         return kinds + tuple(f"{name}@{count}" for count in self.scale.prefixes for name in ("published", "default"))
 
     def seeds(self, setting: Setting, seeds: Sequence[int]) -> Sequence[int]:
-        """Those that are trained in a setting."""
+        """Return the seeds that are trained in a setting."""
         return seeds if setting == self.home else seeds[: self.scale.away_seeds]
 
     @cached_property
@@ -339,7 +339,7 @@ def _missing(module: torch.nn.Module) -> None:
 
 
 def rows(models: Models, setting: Setting, seeds: Sequence[int]) -> dict[str, Model]:
-    """What places the test tasks of a setting: all that was trained there, and what was trained at home; named
+    """Return the placers of a setting's test tasks: all that was trained there, and what was trained at home; named
     ``kind#seed``, from home ``kind<home#seed``."""
     found = {
         f"{kind}#{seed}": models.model(kind, setting, seed)

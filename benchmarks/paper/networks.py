@@ -56,7 +56,7 @@ class PaperFitConfig:
     bytes_per_ms: float = 1e7
     """All-to-all bandwidth in their labels."""
     loss: str = "mean"
-    """What squared errors are relative to: the ``mean`` of the target, nothing (``raw``, as published), or each target
+    """Scale of squared errors: the ``mean`` of the target, nothing (``raw``, as published), or each target
     itself (``relative``)."""
     seed: int = 0
 
@@ -66,7 +66,7 @@ class PaperFitConfig:
 
 
 class PublishedTables(nn.Module):
-    """What all published networks share: tables represented by an MLP of the 21 features."""
+    """The part that all published networks share: tables represented by an MLP of the 21 features."""
 
     FEATURES = PAPER_FEATURES
     feature_mean: Tensor
@@ -211,12 +211,12 @@ class PaperFit:
         return placements_ND[torch.randint(len(placements_ND), (count,), generator=self._generator)]
 
     def _scale(self, target: Tensor, mean: Tensor) -> Tensor:
-        """What an error is divided by."""
+        """Return the scale by which an error is divided."""
         return target.clamp_min(MIN_SHARE * mean) if self.config.loss == "relative" else mean
 
 
 def sent_bytes(sets: LabelledSets, devices: int) -> Tensor:
-    """What a device with each set sends to each peer, [X]."""
+    """Return the bytes that a device with each set sends to each peer, [X]."""
     elements_S1 = sets.features_SF[:, [FEATURE_INDEX["output_elements"]]].double()
     return sets.sum(elements_S1)[:, 0] * OUTPUT_BYTES / devices
 

@@ -40,7 +40,7 @@ OBSERVATIONS = (
     "forward",  # forward cost of the device / ideal
     "backward",
 )
-"""What the policy sees of a device for the next shard. Costs are relative to an ideally balanced device
+"""Features of a device for the next shard. Costs are relative to an ideally balanced device
 (sum of single-shard costs over the number of devices), so that tasks of any size look alike."""
 
 OBSERVATION_INDEX = {name: channel for channel, name in enumerate(OBSERVATIONS)}
@@ -102,7 +102,7 @@ class TaskBatch:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a policy sees at one step, or, with a leading step dimension, at all steps."""
+    """State of one step, or, with a leading step dimension, of all steps."""
 
     channels_EDO: Tensor
     legal_ED: Tensor
@@ -219,7 +219,7 @@ class EstimatedMDP:
         return assignment_ES
 
     def plans(self, task: int) -> list[Tensor | None]:
-        """The same one by one; None where infeasible."""
+        """Return the placements one by one; None for those that do not fit."""
         start = task * self.episodes_per_task
         alive_E = self.alive_E[start : start + self.episodes_per_task].tolist()
         return [plan if alive else None for plan, alive in zip(self.assignments(task), alive_E, strict=True)]

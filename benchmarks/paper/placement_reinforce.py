@@ -21,7 +21,7 @@ from paper.placement_policy import AnyPolicy, greedy_plan, roll_out, score_rollo
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforceConfig:
-    """How a policy is trained."""
+    """Settings of a policy's training."""
 
     updates: int = 500
     """Gradient steps."""
@@ -49,7 +49,7 @@ class ReinforceConfig:
 
 @dataclass(frozen=True)
 class UpdateStatistics:
-    """What one update looked like."""
+    """Statistics of one update."""
 
     overall_ms: float
     """Mean predicted overall cost of the feasible episodes."""

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What came out of the paper's experiment: errors of cost networks on unseen tables, placements by setting, chart.
+"""Tell the results of the paper's experiment: errors on unseen tables, placements by setting, chart.
 
 Shapes: N placements, D devices, X sets, S shards.
 """
@@ -65,7 +65,7 @@ def held_out_errors(
 
 
 def held_out_blocks(folder: Path, setting: Setting, again: bool = False) -> Path:
-    """Where random placements of test tasks are measured, or measured a second time."""
+    """Return the file of random placements of test tasks, or of their second measurement."""
     return folder / f"held-out-{setting}{'-again' if again else ''}.blocks"
 
 
@@ -183,7 +183,7 @@ PAIRS = (
     ("converged<{home}", "converged"), ("default<{home}", "default"),
     ("default", "torchrec"), ("published", "torchrec"), ("default", "default_shipped"),
 )  # fmt: skip
-"""What is held against what, over all settings."""
+"""Models that are compared, over all settings."""
 
 
 def print_results(

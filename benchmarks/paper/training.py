@@ -38,7 +38,7 @@ from placements.contests import BYTES_PER_MS, Contest
 
 POOL = "meta_like_2021"
 MEMORY_BYTES = 5e9
-"""Of a device, as published; tables count as fp16 there, whatever they are trained in."""
+"""Bytes of a device, as published; tables count as fp16 there, whatever they are trained in."""
 FP16_BYTES = 2
 
 
@@ -76,7 +76,7 @@ class Half:
 
     @cached_property
     def features_SF(self) -> Tensor:
-        """Of all tables, [S, F]."""
+        """Features of all tables, [S, F]."""
         return feature_matrix(self.workloads)
 
     def tasks(self, setting: Setting, count: int) -> list[Contest]:
@@ -106,7 +106,7 @@ class Half:
         return {table.name: index for index, table in enumerate(self.tables)}
 
     def workloads_named(self, names: Sequence[str]) -> list[Workload]:
-        """Of tables by name."""
+        """Return the workloads of tables by name."""
         return [self.workloads[self._index[name]] for name in names]
 
 
@@ -127,7 +127,7 @@ class Published:
     collected: int = 10
     """Placements measured in each."""
     fit_updates: int = 300
-    """Of the cost network in each."""
+    """Updates of the cost network in each."""
     policy_updates: int = 10
     """In each, of ten episodes of one task."""
     reinforce: ReinforceConfig = PAPER_REINFORCE
@@ -145,7 +145,7 @@ class Trained:
     dataset: CostDataset
     """The sets of the placements that are not empty, in that order."""
     seconds: list[float]
-    """Of each iteration: measuring, fitting and improving."""
+    """Seconds of each iteration: measuring, fitting and improving."""
 
     def measured(self, half: Half, placements: int | None = None) -> tuple[LabelledSets, Tensor]:
         """The first so many placements to fit to: their sets, and the placements [N, D] as sets."""
@@ -329,7 +329,7 @@ def improve_once(
 
 
 def cost_of(task: Contest, compute: ComputeCost) -> Cost:
-    """What placements of a task cost."""
+    """Return the costs of placements of a task."""
     with torch.no_grad():
         return Cost(task.task.problem.over(task.collectives), compute)
 

@@ -71,7 +71,7 @@ def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:
 
 
 def least_capacity_bytes(problem: Problem) -> float:
-    """Of a device so that the tables fill 95 % of all memory, or more where whole tables do not pack that well."""
+    """Return a device's bytes so that the tables fill 95 % of all memory, or more if whole tables pack worse."""
     sizes_S = problem.needs_PM[:, 0].double()
     capacity = float(sizes_S.sum()) / problem.num_ranks / FILLED
     while pack(replace(problem, limits_DM=torch.full_like(problem.limits_DM, int(capacity))))[0] is None:

@@ -43,7 +43,7 @@ def best_scale(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:
 
 
 def rule_starts(cost: Cost) -> list[Tensor]:
-    """What the rules and greedy by single-table cost find, [S] each, the cheapest first: starts without a policy."""
+    """Return the placements of the rules and of greedy by single-table cost, [S] each, the cheapest first."""
     plans = [place_by_heuristic(cost.problem, rule) for rule in HEURISTICS]
     plans = [plan for plan in (*plans, greedy_by_score(cost.problem, cost.single_ms_P)) if plan is not None]
     if not plans:
@@ -53,7 +53,7 @@ def rule_starts(cost: Cost) -> list[Tensor]:
 
 
 def searched(cost: Cost, starts: Sequence[Tensor], config: SearchConfig, seed: int = 0) -> Tensor | None:
-    """Where moves and swaps lead from the cheapest of some feasible placements; None without any."""
+    """Search by moves and swaps from the cheapest of some feasible placements; None without any."""
     if not starts:
         return None
     best = starts[int(cost.rate(torch.stack(list(starts))).overall_ms_B.argmin())]
@@ -100,7 +100,7 @@ class Field:
         return LinearCost.fit(LabelledSets.of_dataset(self._measured))
 
     def cost(self, contest: Contest, compute: ComputeCost | None = None) -> Cost:
-        """Of the contest's placements; by the network, if nothing else is given."""
+        """Return the cost of the contest's placements; by the network, if nothing else is given."""
         return Cost(contest.task.problem.over(contest.collectives), compute or self.network)
 
     def _random(self, contest: Contest) -> Tensor | None:

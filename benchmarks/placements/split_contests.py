@@ -43,7 +43,7 @@ from dreamshard_planner.workload.tables import Table, workloads_of
 from placements.contests import draw_contests, least_capacity_bytes
 
 HEAT = (1.5, 4.0)
-"""What a hot table costs, by the linear cost, over the mean of the ranks."""
+"""Cost of a hot table, by the linear cost, over the mean of the ranks."""
 MOST_OF_ALL = 0.75
 """Share of the whole cost that hot tables have at most."""
 HOT_RANKS = 4
@@ -129,7 +129,7 @@ def heat(
 
 
 def _most(table: Table) -> float:
-    """How many times as many lookups stay within :data:`MAX_POOLING_FACTOR`."""
+    """Return the factor by which lookups may grow within :data:`MAX_POOLING_FACTOR`."""
     return MAX_POOLING_FACTOR / max(1e-3, *(feature.pooling_factor for feature in table.features))
 
 
@@ -246,7 +246,7 @@ class SplitTask:
         }
 
     def sharding(self, plan: ShardingPlan) -> Sharding:
-        """What a TorchRec plan says, in terms of the problem: types, shards and ranks as TorchRec would run them."""
+        """Read a TorchRec plan as a sharding of the problem: types, shards and ranks as TorchRec would run them."""
         (tables,) = plan.plan.values()
         options, positions = [], []
         for choices in self.read.options:

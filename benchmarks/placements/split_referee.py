@@ -109,7 +109,7 @@ PartSet = tuple[int, ...]
 
 
 class MeasuredShardings:
-    """What measurement has said of the fused kernels of one task so far."""
+    """Measured times of the fused kernels of one task."""
 
     def __init__(self, task: SplitTask, clock: SetClock) -> None:
         self._task, self._clock = task, clock

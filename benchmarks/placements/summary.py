@@ -14,7 +14,7 @@ from rich.console import Console
 from common.output import mean_interval, table_of
 
 ANCHOR = "torchrec"
-"""What ratios refer to: TorchRec's plan with true pooling factors."""
+"""Base of the ratios: TorchRec's plan with true pooling factors."""
 
 
 def summarize(records: Sequence[dict], pool: str | None = None, anchor: str = ANCHOR) -> list[dict[str, Any]]:

@@ -1,12 +1,11 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Tables in a checkpoint of ``torch.distributed.checkpoint``: their weights, how those were cut, and the states of
-their optimizers, all read from its metadata.
+"""Read the tables of a checkpoint from its metadata: weights, their cuts, and optimizer states.
 
 TorchRec's state dicts (seen in 1.6.1, 1.8.0 and 1.9.2) name the weights of a table ``ebc.embedding_bags.t.weight`` and
 a fused optimizer's state of it ``state`` / ``ebc.embedding_bags.t.weight`` / ``t.momentum1``, on the ranks that have a
-shard. Row-wise states of column slices follow on each other: row r of slice k is element k * rows + r. A replicated
-table is a plain tensor with the states of the script's optimizer: ``state`` / ``dense.ebc.embedding_bags.t.weight`` /
-``sum``, where ``dense`` is the key of a ``CombinedOptimizer``.
+shard. Row-wise states of column slices are concatenated: row r of slice k is element k * rows + r. A replicated table
+is a plain tensor with the states of the script's optimizer: ``state`` / ``dense.ebc.embedding_bags.t.weight`` /
+``sum``; here ``dense`` is the key of a ``CombinedOptimizer``.
 
 :data:`RULES` says how each optimizer state is carried to another plan, for the code and for the documentation.
 """
@@ -28,7 +27,7 @@ from dreamshard_planner.support.formatting import nearest
 
 
 class Join(Enum):
-    """What becomes of a state that is not of the shape of the weights; one that is, is cut like them."""
+    """Rules for states that lack the shape of the weights; other states are cut like the weights."""
 
     MEAN = "one value per row: a slice takes it as it is, slices join as the mean weighted by width"
     SAME = "one value per row, the same in every slice: as it is"
@@ -37,8 +36,7 @@ class Join(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """``name`` is what TorchRec's fused optimizers call a state; ``aliases`` are the names in optimizers of torch and
-    TorchRec, which train replicated tables."""
+    """The rule for a state: its name in TorchRec's fused optimizers, and aliases in optimizers of replicated tables."""
 
     name: str
     aliases: tuple[str, ...]
@@ -59,12 +57,12 @@ STEP_COUNT = "iter"
 
 
 def needs_no_step_count(states: Set[str]) -> bool:
-    """Adagrad counts steps to decay its learning rate, which its fused kernels do not do: nothing hangs on it."""
+    """Return whether the states are Adagrad's, whose step count only decays learning rates; its kernels do not."""
     return set(states) - {STEP_COUNT} == {"momentum1"}
 
 
 KeyPath = tuple[str | int, ...]
-"""Where something is in a nested state dict."""
+"""Keys that lead to an entry of a nested state dict."""
 
 _WEIGHT = re.compile(r"(?:(?P<module>.+)\.)?(?:embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight")
 _REMAPPED = re.compile(
@@ -75,17 +73,13 @@ _INNER = {
     "_embedding_collection": ("_iter",),
     "_embedding_module": ("_managed_collision_collection",),
 }
-"""The collection within a module of TorchRec's that plans name in its place, and what such a module has beside it."""
+"""Collections inside TorchRec's modules, which plans name by the module, and the other members of those modules."""
 
 
 def table_names(keys: Collection[str]) -> dict[str, str]:
-    """Of tables, by their weights among the keys of a state dict, as plans name them: ``ebc.t`` of
-    ``ebc.embedding_bags.t.weight``, and of ``ebc._embedding_bag_collection.embedding_bags.t.weight`` where ``ebc`` has
-    feature processors.
-
-    Returns:
-        No name twice: tables that would share one keep their weights'.
-    """
+    """Return the name in plans of each weight among the keys of a state dict: ``ebc.t`` for
+    ``ebc.embedding_bags.t.weight``, and for ``ebc._embedding_bag_collection.embedding_bags.t.weight`` if ``ebc`` has
+    feature processors. Tables that would share a name keep their weights' keys."""
     paths = {path for key in keys for path in accumulate(key.split("."), lambda path, part: f"{path}.{part}")}
     names = {}
     for key, match in ((key, match) for key in keys if (match := _WEIGHT.fullmatch(key))):
@@ -99,7 +93,7 @@ def table_names(keys: Collection[str]) -> dict[str, str]:
 
 
 def remapped_table(key: str) -> str | None:
-    """The table whose ids are mapped to rows by a buffer of managed collisions; None for any other key."""
+    """Return the table whose ids a buffer of managed collisions maps to rows; None for any other key."""
     match = _REMAPPED.fullmatch(key)
     return match and _joined(match["module"] or "", match["table"])
 
@@ -109,38 +103,38 @@ def _joined(module: str, name: str) -> str:
 
 
 def is_named(table: str, names: Container[str]) -> bool:
-    """Whether a table such as ``ebc.t`` is among names, as that or as ``t``."""
+    """Return whether a table is among names, as ``ebc.t`` or ``t``."""
     return table in names or table.rpartition(".")[2] in names
 
 
 def is_dropped(key: str, path: KeyPath, dropped: Collection[str]) -> bool:
-    """Whether what is no table's weights or states is named, by its key, by what begins that, or by its table."""
+    """Return whether an entry that belongs to no table is dropped by its key, a prefix, or its remapped table."""
     remapped = remapped_table(str(path[-1]))
     named = any(key == name or key.startswith(f"{name}.") for name in dropped)
     return named or (remapped is not None and is_named(remapped, dropped))
 
 
 def tables_of(dropped: Collection[str], keys: Collection[str]) -> set[str]:
-    """Of what is dropped, what begins no key of a checkpoint."""
+    """Return dropped names that begin no key of a checkpoint."""
     return {name for name in dropped if not any(is_dropped(key, (key,), [name]) for key in keys)}
 
 
 def check_named(names: Collection[str], tables: Collection[str]) -> None:
-    """Whoever names a table that neither side has, misspelt it."""
+    """Raise CheckpointError for a name that is neither a table of the model nor of the checkpoint."""
     known = {*tables, *(name.rpartition(".")[2] for name in tables)}
     for name in sorted(set(names) - known):
         raise CheckpointError(f"neither model nor checkpoint has a table {name!r}{nearest(name, known)}")
 
 
 def owner(parameter: object, weights: Container[str]) -> str | None:
-    """The table's weight that an optimizer's parameter is: its name may have the optimizer's key in front."""
+    """Return the weight of an optimizer's parameter, whose name may start with the optimizer's key."""
     parts = str(parameter).split(".")
     tails = (".".join(parts[first:]) for first in range(len(parts)))
     return next((tail for tail in tails if tail in weights), None)
 
 
 def state_of(path: Sequence[object], weights: Container[str]) -> tuple[str, str] | None:
-    """The weight and the name, as :data:`NAMES` has it, of an optimizer state at this path of a state dict."""
+    """Return weight and name, by :data:`NAMES`, of the optimizer state at a path of a state dict."""
     weight = owner(path[-2], weights) if len(path) > 2 and path[-3] == "state" else None
     if weight is None:
         return None
@@ -153,24 +147,24 @@ class SavedTable:
     """A table in a checkpoint."""
 
     key: str
-    """Of the weights, in the metadata."""
+    """Key of the weights in the metadata."""
     name: str
-    """In plans."""
+    """Name in plans."""
     entry: TensorStorageMetadata
-    """Of the weights."""
+    """Metadata of the weights."""
     states: dict[str, str] = field(default_factory=dict)
-    """Key in the metadata by name of the state; of those that are tensors."""
+    """Keys of tensor states by name."""
     state_entries: dict[str, TensorStorageMetadata] = field(default_factory=dict)
-    """By name of the state."""
+    """Metadata of tensor states by name."""
 
     @property
     def slices(self) -> tuple[tuple[int, int], ...]:
-        """First column and width of each column slice."""
+        """First columns and widths of the column slices."""
         return tuple(sorted({(part.offsets[1], part.sizes[1]) for part in self.entry.chunks if part.sizes[1]}))
 
 
 def paths(metadata: Metadata) -> dict[str, KeyPath]:
-    """Of every key, where it was in the nested state dict."""
+    """Return each key's path in the nested state dict."""
     known: Mapping[str, Any] = metadata.planner_data or {}
     return {key: tuple(known.get(key, (key,))) for key in metadata.state_dict_metadata}
 

@@ -59,20 +59,21 @@ def load_across_plans(
     dropped: Collection[str] = (),
     fresh: Collection[str] = (),
 ) -> None:
-    """``torch.distributed.checkpoint.load`` for a model whose plan, or number of ranks, is not that of the checkpoint.
+    """Load a checkpoint into a model with another plan or number of ranks; else like
+    ``torch.distributed.checkpoint.load``.
 
     Args:
-        state_dict: as for ``load``, filled in place: the model's state dict and its optimizers' in one, such as
+        state_dict: filled in place: state dicts of the model and its optimizers, such as
             ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}``.
         path: folder of a checkpoint, made by this package or by plain ``torch.distributed.checkpoint``.
-        added: tables, as ``ebc.t`` or ``t``, that the checkpoint may lack, and keys of what else it may: they stay as
-            they are.
-        dropped: tables that the checkpoint has and the model may lack, and keys of what else, or what begins them. A
-            table that is named in ``added`` too starts anew: it stays as it is.
-        fresh: tables whose optimizer states may stay as they are where no rule makes them of what the checkpoint has.
+        added: tables, as ``ebc.t`` or ``t``, and keys of other entries that the checkpoint may lack. They keep their
+            values.
+        dropped: tables, and keys or prefixes of other entries, that the model may lack. A table in ``added`` too starts
+            anew.
+        fresh: tables whose optimizer states keep their values if no rule converts the saved ones.
 
     Raises:
-        CheckpointError: no checkpoint, or one that cannot be carried; names tables, states, and what would help.
+        CheckpointError: there is no checkpoint, or it cannot be converted; names tables, states and fixes.
     """
     reader, planner = BoundedReader(path), AcrossPlansLoadPlanner(added, dropped, fresh)
     try:
@@ -83,7 +84,7 @@ def load_across_plans(
 
 
 def users_error(failure: CheckpointException) -> BaseException:
-    """The first rank's own error, where it is meant for users."""
+    """Return the first rank's error if it is meant for users, else the failure."""
     errors = [error for error, _ in failure.failures.values()]
     if (reason := unread_metadata(errors[0])) is not None:
         return CheckpointError(reason)
@@ -91,7 +92,7 @@ def users_error(failure: CheckpointException) -> BaseException:
 
 
 class AcrossPlansLoadPlanner(FillingPlanner):
-    """The load planner of :func:`load_across_plans`, for who calls ``torch.distributed.checkpoint`` oneself."""
+    """Load planner of :func:`load_across_plans`, for direct calls of ``torch.distributed.checkpoint``."""
 
     metadata: Metadata
 
@@ -124,7 +125,7 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         return LoadPlan(self.keep(reads), planner_data=asked)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """On one rank: what no rank asks for."""
+        """Raise for entries that no rank asks for; runs on one rank."""
         of_ranks = zip(*(plan.planner_data for plan in global_plan), strict=True)
         weights, states, optimizer, keys, entries = (functools.reduce(operator.or_, of_rank) for of_rank in of_ranks)
         problems = [
@@ -212,7 +213,7 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             raise RefusedError(f"table {named}, state {name}: {problem}; or pass fresh=[{named!r}]") from problem
 
     def _left_over(self, weights: set[str], asked: set[tuple[str, str]]) -> Iterator[str]:
-        """Saved states of tables that no rank asks for: without them training would go on differently."""
+        """Yield problems of saved states that no rank asks for: training would go on differently without them."""
         saved = {state for path in paths(self.metadata).values() if (state := state_of(path, self._saved))}
         for weight, name in sorted(saved - asked):
             table, uncounted = self._names[weight], needs_no_step_count(self._saved[weight].states.keys())
@@ -225,8 +226,10 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             )
 
     def _others_left_over(self, asked: set[str], entries: set[str]) -> Iterator[str]:
-        """What no rank asks for and is no table's; of entries of the state dict alone, so that a script may load some.
-        Groups are numbered, and other plans have others."""
+        """Yield problems of other saved entries that no rank asks for, if their part of the state dict is loaded.
+
+        Parameter groups are left out: their numbers depend on the plan.
+        """
         tables = {table.key for table in self._saved.values()}
         left: tuple[dict[str, None], dict[str, None]] = {}, {}
         for key, path in sorted(paths(self.metadata).items()):
@@ -244,7 +247,7 @@ class AcrossPlansLoadPlanner(FillingPlanner):
                 )
 
     def _check_numbered(self, key: str, path: KeyPath) -> None:
-        """Parameters that an optimizer numbers have other numbers where other tables are replicated."""
+        """Refuse states by parameter number if numbers may differ, since replicated tables take part in them."""
         here, saved = (
             {found[-2] for found in where.values() if len(found) > 2 and found[:-2] == path[:-2]}
             for where in (self.mappings, paths(self.metadata))
@@ -257,7 +260,7 @@ class AcrossPlansLoadPlanner(FillingPlanner):
 
 
 def _has_states(state_dict: Any) -> bool:
-    """Whether an optimizer's state dict is in it."""
+    """Return whether a nested state dict contains an optimizer's."""
     if not isinstance(state_dict, Mapping):
         return False
     return isinstance(state_dict.get("state"), Mapping) or any(map(_has_states, state_dict.values()))
@@ -269,7 +272,7 @@ def _raise(problems: list[str]) -> None:
 
 
 def _named_groups(state_dict: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-    """Groups whose parameters have names, and where they are."""
+    """Yield parameter groups with named parameters, with their paths."""
     for key, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
         for number, group in enumerate(value) if key == "param_groups" else ():
             if any(isinstance(parameter, str) for parameter in group["params"]):
@@ -278,12 +281,12 @@ def _named_groups(state_dict: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath
 
 
 class LearningRates:
-    """Of the groups of a state dict, filled from those of a checkpoint when the last of ``unread`` was taken."""
+    """Learning rates of a state dict's groups, set from a checkpoint when the last of ``unread`` was taken."""
 
     def __init__(self, state_dict: dict[str, Any], metadata: Metadata) -> None:
         self.groups = dict(_named_groups(state_dict))
         self.unread: dict[str, KeyPath] = {}
-        """Path by key of what is to be read."""
+        """Paths of entries to read, by key."""
         self._saved: dict[KeyPath, dict[str | int, Any]] = {}
         for key, path in paths(metadata).items() if self.groups else ():
             is_bytes = isinstance(metadata.state_dict_metadata[key], BytesStorageMetadata)
@@ -291,7 +294,7 @@ class LearningRates:
                 self.unread[key] = path
 
     def take(self, key: str, value: Any, name: Callable[[object], str]) -> None:
-        """Of the checkpoint; ``name`` is that of a parameter in all optimizers and plans.
+        """Take one saved entry; ``name`` returns a parameter's name in all optimizers and plans.
 
         Raises:
             CheckpointError: there is no rate for a parameter, or several for a group.

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Read checkpoints: the parts that make up a shard of another plan, in bounded memory, and what a checkpoint holds.
+"""Read checkpoints in bounded memory: the parts that make up a shard of another plan.
 
-Only what metadata of ``torch.distributed.checkpoint`` is made of is unpickled.
+Unpickles only the classes of metadata of ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.support.formatting import first_of
 
 PIECE_BYTES = 64 << 20
-"""What is read, written or kept beside the shards at a time."""
+"""Bytes that are read, written or kept beside the shards at a time."""
 _WITHOUT_ROWS = ("._output_segments_tensor", "._current_iter_tensor", "._scalar_logger_steps", "._hash_zch_bucket")
-"""Buffers of managed collisions that every rank has whole."""
+"""Ends of the names of managed collisions' buffers that every rank has whole."""
 
 
 class RefusedError(Exception):
-    """What cannot be carried, and what would help."""
+    """An entry cannot be converted; names a fix."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A part of a checkpoint that goes into a shard: copied, or, with a share, added that many times."""
+    """Part of a checkpoint to copy into a shard, or to add with a factor, its share."""
 
     item: ReadItem
     share: float | None = None
 
 
 def read_bytes(key: str) -> ReadItem:
-    """A read of what is no tensor."""
+    """Return a read of an entry that is no tensor."""
     index, zero = MetadataIndex(key), torch.Size([0])
     return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
 
@@ -67,7 +67,7 @@ def rectangle(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageM
 def pieces(
     whole: ChunkStorageMetadata, like: TensorStorageMetadata | TensorWriteData
 ) -> Iterator[ChunkStorageMetadata]:
-    """Blocks of rows; as many rows as :data:`PIECE_BYTES` hold of a tensor, and one at least."""
+    """Yield blocks of rows of at most :data:`PIECE_BYTES`, and at least one row."""
     if not whole.sizes:
         yield whole
         return
@@ -78,14 +78,9 @@ def pieces(
 
 
 def check_row_blocks(key: str, entry: TensorStorageMetadata, table: str, here: Iterable[ChunkStorageMetadata]) -> None:
-    """Managed collisions map ids to rows in each row block by itself: what they know of one says nothing of another.
+    """Raise RefusedError if this rank's row blocks are not among the saved ones.
 
-    Args:
-        key: of a buffer of theirs.
-        here: row blocks of this rank.
-
-    Raises:
-        RefusedError: not all of them were row blocks when the buffer was saved.
+    Managed collisions map ids to rows in each row block by itself.
     """
     if key.endswith(_WITHOUT_ROWS):
         return
@@ -106,11 +101,7 @@ def overlaps(
     index: MetadataIndex,
     share: float | None = None,
 ) -> list[Read]:
-    """Reads of a rectangle of a saved tensor into all of a shard.
-
-    Raises:
-        RefusedError: the checkpoint lacks a part of it.
-    """
+    """Return reads of a rectangle of a saved tensor into a shard; raises RefusedError if a part is missing."""
     parts, reads = list(pieces(wanted, entry)), []
     found = create_read_items_for_chunk_list(key, entry, parts)
     if sum(math.prod(item.lengths) for item in found) != math.prod(wanted.sizes):
@@ -126,14 +117,17 @@ def overlaps(
 def state_reads(
     table: SavedTable, name: str, index: MetadataIndex, sizes: tuple[int, ...], weights: ChunkStorageMetadata
 ) -> list[Read]:
-    """Reads that make up a shard of an optimizer state by :data:`~dreamshard_planner.across_plans.layout.RULES`.
+    """Return reads that make up a shard of an optimizer state by :data:`~dreamshard_planner.across_plans.layout.RULES`.
 
     Args:
+        table: saved table.
+        name: of the state.
+        index: of the shard.
         sizes: of the shard.
-        weights: the shard of the table's weights that it belongs to.
+        weights: the shard of the table's weights.
 
     Raises:
-        RefusedError: no rule makes this state of that in the checkpoint.
+        RefusedError: no rule converts the saved state.
     """
     key, entry, rows = table.states[name], table.state_entries[name], table.entry.size[0]
     if JOINS.get(name) is Join.SINGLE:
@@ -158,7 +152,7 @@ def state_reads(
 
 
 def _slices_in_common(table: SavedTable, name: str, weights: ChunkStorageMetadata) -> dict[int, int]:
-    """Saved column slices that a shard's row-wise state is made of, by number, and how many columns they share."""
+    """Return the columns that a shard shares with each saved column slice, by the slice's number."""
     first, width = weights.offsets[1], weights.sizes[1]
     common = {
         number: min(start + columns, first + width) - max(start, first)
@@ -172,10 +166,10 @@ def _slices_in_common(table: SavedTable, name: str, weights: ChunkStorageMetadat
 
 
 class FillingPlanner(DefaultLoadPlanner):
-    """Puts reads where they belong: copied, or added by their share."""
+    """Writes reads into shards: copied, or added with their share."""
 
     def keep(self, reads: list[Read]) -> list[ReadItem]:
-        """The items of reads, whose shares are kept until they come back."""
+        """Return the items of reads, and remember their shares."""
         self._shares = {read.item: read.share for read in reads if read.share is not None}
         return [read.item for read in reads]
 
@@ -185,7 +179,7 @@ class FillingPlanner(DefaultLoadPlanner):
         return new_plan
 
     def _landing(self, read_item: ReadItem) -> Tensor:
-        """The part of a shard, in the shape in which it is saved: a row's value may have a second dimension."""
+        """Return the target part of a shard in its saved shape: a row's value may have a second dimension."""
         shard, lengths = self.lookup_tensor(read_item.dest_index).detach(), read_item.lengths
         if shard.dim() == len(lengths):
             return narrow_tensor_by_index(shard, read_item.dest_offsets, lengths)
@@ -219,10 +213,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class BoundedReader(FileSystemReader):
-    """Reads a large saved shard by :data:`PIECE_BYTES`, where ``FileSystemReader`` holds all of it.
+    """``FileSystemReader`` that reads large saved shards by :data:`PIECE_BYTES`.
 
     Raises:
-        CheckpointError: there is no whole checkpoint in the folder, or a damaged one; names it.
+        CheckpointError: the folder holds no whole checkpoint, or a damaged one; names it.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

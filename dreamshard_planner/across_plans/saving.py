@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Save a sharded model so that any plan can load it: in small pieces, and whole or not at all."""
+"""Save a sharded model for any plan: in small pieces, and whole or not at all."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from dreamshard_planner.errors import FileError
 def save_across_plans(
     state_dict: dict[str, Any], path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """``torch.distributed.checkpoint.save``, in bounded memory beside the shards, into a folder that is there whole or
-    not at all. What it writes, plain ``torch.distributed.checkpoint`` reads too.
+    """Save like ``torch.distributed.checkpoint.save``, which can load the result, but in bounded memory beside the
+    shards; the folder appears when it is complete.
 
     Args:
-        state_dict: as for ``save``: the model's state dict and its optimizers' in one.
-        path: a folder that does not exist yet, which all ranks can write to.
+        state_dict: state dicts of the model and its optimizers.
+        path: a new folder that all ranks can write to.
 
     Raises:
         FileError: the folder exists, or cannot be written.
@@ -54,8 +54,10 @@ def save_across_plans(
 
 
 def _with_groups_of_all_ranks(value: Any, process_group: dist.ProcessGroup | None) -> Any:
-    """A copy whose lists ``param_groups`` hold those of all ranks: saved under their number alone, groups of one rank
-    would hide those of another, and with them the learning rates of its tables."""
+    """Return a copy whose lists ``param_groups`` hold the groups of all ranks.
+
+    Groups are saved under their number: one rank's groups would hide another's, with the learning rates of its tables.
+    """
     if not isinstance(value, dict):
         return value
     copy = {key: _with_groups_of_all_ranks(part, process_group) for key, part in value.items()}
@@ -67,7 +69,7 @@ def _with_groups_of_all_ranks(value: Any, process_group: dist.ProcessGroup | Non
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
-    """Writes shards as blocks of rows, so that nobody who reads or writes one holds more than a piece of it."""
+    """Writes shards as blocks of rows, so that reading or writing one holds only a piece of it."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -97,12 +99,12 @@ class PiecesSavePlanner(DefaultSavePlanner):
 
 _TOKEN_BYTES = 4
 _ANY_TOKEN = "[0-9a-f]" * 2 * _TOKEN_BYTES
-"""As ``glob`` matches one: what another save writes for ``step.5`` is none of ``step``."""
+"""Glob of a token: a save to ``step.5`` does not match one to ``step``."""
 
 
 class WholeWriter(FileSystemWriter):
-    """Writes a checkpoint beside its folder, and gives it its name when all of it is on disk. Of two jobs that save to
-    one folder each writes apart, and the one that ends first has it.
+    """Writes a checkpoint beside its folder, and renames it when it is complete. If two jobs save to one folder, the
+    first to end gets it.
 
     Raises:
         FileError: the folder exists, or cannot be written; names it.
@@ -128,7 +130,7 @@ class WholeWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On one rank, before any writes: into its folder all write."""
+        """Make the folder that all ranks write into; runs on one rank before any writes."""
         with self._writing():
             self.fs.mkdir(self.path)
         name = Path(self.path).name
@@ -141,7 +143,7 @@ class WholeWriter(FileSystemWriter):
             return super().write_data(replace(plan, storage_data=prefix), planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On one rank; nothing is left of saves to this folder that were killed, or came too late."""
+        """Rename the folder, and remove the parts of killed or late saves to it; runs on one rank."""
         try:
             with self._writing():
                 super().finish(metadata, results)

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""One versioned file for what was learned: safetensors with JSON metadata, where both flows meet.
+"""Checkpoints: versioned safetensors files with JSON metadata that training writes and planning reads.
 
-Learning writes it, planning reads it. Nothing in it is executable, and none of it is used before it was checked.
+Nothing in a file is executable, and all of it is checked before use.
 """
 
 from __future__ import annotations
@@ -47,32 +47,31 @@ VERSION = 4
 """Files of version 1 have no corrections."""
 SWEEPING_POLICY = 4
 """First version whose policies play today's estimated MDP; the policy that ships takes the place of earlier ones."""
-MAX_SIZE = 4096
-"""Widest layer of a network, and most of anything that its configuration counts."""
+MAX_SIZE = 4096  # of any number in a network's configuration
 UNBOUNDED = ("_low", "_high")
-"""Ends of the names of buffers that may be infinite: ranges of networks that have seen nothing."""
+"""Ends of the names of buffers that may be infinite: ranges of untrained networks."""
 Network = TypeVar("Network", bound=nn.Module)
 ORDINARY = tuple(Workload(f"{dim}", 10_000, dim, 512, 4.0, 1024.0, (1.0,) + (0.0,) * 16) for dim in (16, 128))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A cost network (or none, where costs come from the roofline model) and a policy trained on it."""
+    """A policy, and the cost network that it was trained on; None for the roofline model."""
 
     policy: Policy
     cost: CostNetwork | None
-    """As it was fitted; what calibration corrected is in the metadata, and in :meth:`compute_cost`."""
+    """Fitted network; :meth:`compute_cost` adds the corrections in the metadata."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Hardware, library versions, dataset digest, validation errors and the like."""
+    """Hardware, library versions, dataset digest, validation errors and more."""
     name: str = "unsaved"
     why: str = ""
-    """Why ``auto`` took it, where there was a choice: a user keeps checkpoints of their own."""
+    """Reason why ``auto`` took it, if the user keeps checkpoints."""
 
     def compute_cost(self, topology: Topology) -> ComputeCost:
-        """The cost model for planning on a ``torchrec.distributed.planner.Topology``."""
+        """Return the cost model for planning on a ``torchrec.distributed.planner.Topology``."""
         learned, corrections = self.metadata.get("learned"), self.metadata.get("corrections")
         compute: ComputeCost = self.cost or RooflineCost.of_topology(topology)
-        # Whatever the topology says now, these bandwidths are what was corrected.
+        # Corrections are of these bandwidths, whatever the topology says.
         if self.cost is None and learned and corrections:
             hardware, (memory, link) = self.metadata["hardware"], learned["bytes_per_ms"]
             compute = RooflineCost.of_bandwidths(hardware["device"], memory, link, hardware.get("name"))
@@ -80,12 +79,12 @@ class Checkpoint:
 
     @property
     def measured_on(self) -> str:
-        """Hardware of its network, whatever it was corrected for since."""
+        """Hardware that its network was measured on, before any correction."""
         return re.split(", (?:calibrated|learned) on ", self.metadata.get("hardware_name", "?"))[0]
 
     @neutral()
     def digest(self) -> str:
-        """SHA-256 of networks and metadata, in hexadecimal; what it is called and why it was taken don't count."""
+        """Return the SHA-256 of networks and metadata in hexadecimal, without ``name`` and ``why``."""
         networks = [
             None if network is None else (network.config, network.state_dict()) for network in (self.policy, self.cost)
         ]
@@ -93,11 +92,7 @@ class Checkpoint:
 
     @neutral()
     def save(self, path: str | Path) -> None:
-        """Write the file; an existing one is replaced as a whole.
-
-        Raises:
-            FileError: where that fails.
-        """
+        """Write or replace the file; raises FileError if that fails."""
         tensors = _state("policy", self.policy) | (_state("cost", self.cost) if self.cost is not None else {})
         description = {
             **self.metadata,
@@ -115,8 +110,8 @@ class Checkpoint:
         its place.
 
         Raises:
-            CheckpointError: missing, truncated, foreign, of a newer version, or not fitting this package;
-                the message names the file and the reason.
+            CheckpointError: the file is missing, damaged, of a newer version, or does not fit this package; names the
+                file and the reason.
         """
         path = Path(path)
         with _opened(path) as file:
@@ -136,7 +131,7 @@ class Checkpoint:
         checkpoint = cls(policy, cost, metadata, path.name)
         if cost is not None:
             cost.requires_grad_(False)
-            # What was learned says itself where it was.
+            # The title of a learned checkpoint names its hardware.
             hardware = checkpoint.measured_on if "learned" in metadata else metadata.get("hardware_name", "?")
             cost.source = CostSource("network", f"{path.name}, measured on {hardware}")
         return checkpoint
@@ -154,23 +149,21 @@ def resolve(
     threads: int | None = None,
     card: str | None = None,
 ) -> Checkpoint:
-    """The checkpoint to plan with: a :class:`Checkpoint`, a path, ``"roofline"`` (bandwidths, whatever was measured),
-    or ``"auto"``.
+    """Return the checkpoint to plan with.
 
-    ``"auto"`` takes the one of the user's own (see :mod:`dreamshard_planner.checkpoints.user_folder`) that was
-    measured on this machine's kind of processor, or on the card that is planned for; else the one that ships for that
-    card, or for CPUs, and the roofline model with the policy trained on it where nothing was measured.
+    ``"auto"`` takes the user's own (:mod:`dreamshard_planner.checkpoints.user_folder`) measured on the processor or
+    card that is planned for. Else it takes the one that ships for that card or for CPUs; without any, the roofline
+    model.
 
     Args:
-        checkpoint: what to look for.
+        checkpoint: a :class:`Checkpoint`, a path, ``"roofline"`` or ``"auto"``.
         compute_device: ``cpu`` or ``cuda``.
-        threads: of a rank, for which ``"auto"`` chooses among the user's own; default: this process's.
-        card: what the driver calls the GPU that is planned for, or the processor's name; default: what this process
-            sees.
+        threads: of a rank, to choose among the user's own. Default: this process's.
+        card: the driver's name of the GPU, or the processor's name. Default: the one that this process sees.
 
     Raises:
-        CheckpointError: where it can't be read; for ``"auto"``, where any of the user's own
-            can't be read, since plans would be made by other costs than those that the user measured.
+        CheckpointError: the file cannot be read; for ``"auto"``, any of the user's own cannot, since plans would use
+            other costs than the user measured.
     """
     if checkpoint == "auto":
         checkpoint = _auto(compute_device, threads, card)
@@ -180,15 +173,15 @@ def resolve(
 
 
 def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint) -> Checkpoint:
-    """:func:`resolve` for the devices of a topology, GPUs by their name."""
+    """Return the checkpoint for the devices of a topology; see :func:`resolve`."""
     return resolve(checkpoint, topology.compute_device, card=card_of(topology))
 
 
 def _auto(compute_device: str, threads: int | None, card: str | None) -> Checkpoint:
-    """One of the user's own, else what ships."""
+    """Return one of the user's own, else the one that ships."""
     try:
         described = {path: describe(path) for path in user_folder.files()}
-    except OSError as error:  # of a home that is not this user's, say, where nobody can have kept anything
+    except OSError as error:  # such as another user's home, in which this one cannot have kept anything
         made = _shipped(compute_device, card)
         return replace(
             made, why=f"{made.name} ships: {user_folder.folder()}, for your own, cannot be read ({error.strerror})"
@@ -217,26 +210,25 @@ def _auto(compute_device: str, threads: int | None, card: str | None) -> Checkpo
 
 @cache
 def _loaded(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
-    """A file as it is now."""
+    """Load a file once for each of its states."""
     return Checkpoint.load(path)
 
 
 def _shipped(compute_device: str, card: str | None) -> Checkpoint:
-    """What ships for this card, or for the device that this process sees."""
+    """Return the checkpoint that ships for a card, by default the one that this process sees."""
     if card is None and compute_device == "cuda" and (found := driver.read_card()) is not None:
         card = found.name
     return shipped(SHIPPED, compute_device, card)
 
 
 def measured_name(compute_device: str, card: str) -> str:
-    """What a checkpoint is called that was measured on a device: ``cpu``, or the card's name as in file names."""
+    """Return the file name of a device's measured checkpoint: ``cpu``, or the card's name."""
     return "cpu" if compute_device == "cpu" else user_folder.slug(card)
 
 
 @cache
 def shipped(folder: Path, compute_device: str, card: str | None = None) -> Checkpoint:
-    """The best checkpoint in ``folder`` for a device: ``cpu``, or the card's name (``NVIDIA H200``:
-    ``nvidia-h200.safetensors``), else ``roofline``."""
+    """Return the checkpoint in ``folder`` for a device, such as ``nvidia-h200.safetensors``, else ``roofline``."""
     measured = folder / f"{measured_name(compute_device, card) if card else compute_device}.safetensors"
     return Checkpoint.load(measured if measured.is_file() else folder / "roofline.safetensors")
 
@@ -252,18 +244,16 @@ class _Counts:
     test_sets: int = 0
     tasks: int = 0
     network_mape: tuple[float, float] | None = None
-    """Of a validation, as the next two."""
     linear_mape: tuple[float, float] | None = None
-    """Errors of a linear model, in files of earlier versions."""
+    """Errors of a linear model, in old files."""
     policy_over_rule: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Description:
-    """What of a description is read again; the rest is for people."""
+    """Checked fields of a description; the others are for people."""
 
     recipe: str = "default"
-    """Earlier versions had others."""
     hardware_name: str = ""
     hardware: _Hardware = _Hardware()
     pools: tuple[str, ...] = ()
@@ -288,18 +278,14 @@ class _Description:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The metadata of a file, and how large its networks are; without reading them.
-
-    Raises:
-        CheckpointError: as :meth:`Checkpoint.load`, as far as that can be told.
-    """
+    """Return a file's metadata without reading its networks; raises CheckpointError as :meth:`Checkpoint.load`."""
     with _opened(path) as file:
         return _description_of(path, file)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The file, if it is one of safetensors; also what goes wrong while it is read names it."""
+    """Open a safetensors file; errors while it is read name it."""
     check_readable(path, CheckpointError, "checkpoint")
     try:
         with safe_open(path, framework="pt") as file:
@@ -309,7 +295,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _description_of(path: Path, file: Any) -> dict[str, Any]:
-    """The metadata of an open file, checked."""
+    """Return the checked metadata of an open file."""
     header = file.metadata() or {}
     if header.get("format") != FORMAT:
         raise CheckpointError(f"{path}: a safetensors file, but not a checkpoint of dreamshard_planner")
@@ -332,7 +318,7 @@ def _description_of(path: Path, file: Any) -> dict[str, Any]:
 def _network_of(
     path: Path, what: str, make: Callable[[Any], Network], config_type: type[Any], values: Any, file: Any
 ) -> Network:
-    """One network with its weights. Its sizes are compared with what the file holds before memory is asked for."""
+    """Return a network with its weights; sizes are checked before memory is allocated."""
     config = parsed(config_type, values, f"{path}: the {what} network", CheckpointError)
     if not all(1 <= size <= MAX_SIZE for size in asdict(config).values()):
         raise CheckpointError(f"{path}: sizes of the {what} network must be from 1 to {MAX_SIZE}, got {brief(values)}")
@@ -365,7 +351,7 @@ def _check_values(path: Path, network: str, name: str, tensor: Tensor, dtype: to
 
 
 def _check_sense(path: Path, policy: Policy, cost: ComputeCost | None) -> None:
-    """Finite weights may still be none to compute with: too large, or scales of zero."""
+    """Raise CheckpointError unless the networks compute finite results: weights may be too large, scales zero."""
     features_SF = feature_matrix(ORDINARY)
     with torch.no_grad():
         if not policy.is_finite():

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a reader of predicted costs should know of where they came from."""
+"""Notes on the origin of predicted costs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ if TYPE_CHECKING:
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 
 FEW_SETS = 1_000
-"""Sets below which a network fitted to them from nothing is no good: 1,680 make one that errs by 5 to 7 %. From one of
-another processor, 300 do."""
+"""Fewest sets to fit a network from nothing: 1,680 leave errors of 5 to 7 %. Starting from another processor's, 300
+suffice."""
 FEW_TASKS = 20
-"""Validation tasks of a policy that was trained in earnest; ``--quick`` has four."""
+"""Fewest validation tasks of a real training; ``--quick`` has four."""
 
 
 def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> tuple[str, ...]:
-    """Of a plan for these devices with this checkpoint.
-
-    Args:
-        checkpoint: what was planned with.
-        topology: what was planned for.
-        uses_network: whether costs came from its network; else only its policy counts.
-    """
+    """Return notes on a plan for a topology with a checkpoint; ``uses_network`` if its costs were used, not only its
+    policy."""
     metadata, notes = checkpoint.metadata, [checkpoint.why] if checkpoint.why else []
     tasks = metadata.get("validation", {}).get("tasks")
     if tasks is not None and tasks < FEW_TASKS:
@@ -48,7 +43,7 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
 
 
 def _from_where(checkpoint: Checkpoint, compute_device: str) -> str:
-    """On which hardware, and which optimizers and dims were checked there."""
+    """Return the note on hardware and checks."""
     measured, calibration = (checkpoint.metadata.get(section, {}) for section in ("hardware", "calibration"))
     device, name = measured.get("device"), measured.get("name")
     if device is not None and device != compute_device:
@@ -69,7 +64,7 @@ def _from_where(checkpoint: Checkpoint, compute_device: str) -> str:
 
 
 def _other_libraries(metadata: Mapping[str, Any], compute_device: str) -> list[str]:
-    """A sentence if kernels were measured with other releases or instructions than this process has."""
+    """Return a note if kernels were measured with other releases or instructions than this process has."""
     measured = metadata.get("hardware", {})
     if measured.get("device") != compute_device:
         return []
@@ -89,12 +84,12 @@ def _other_libraries(metadata: Mapping[str, Any], compute_device: str) -> list[s
 
 
 def _release(version: object) -> str:
-    """Major and minor of a version; other text as it is."""
+    """Return major and minor of a version; other text unchanged."""
     return ".".join(str(version).split(".")[:2])
 
 
 def _exchanged_elsewhere(metadata: Mapping[str, Any]) -> list[str]:
-    """A sentence where exchanges were measured on other hardware than kernels."""
+    """Return a note if exchanges were measured on other hardware than kernels."""
     kernels, exchanges = (
         (part or {}).get("hardware", {}).get("name") for part in (metadata, metadata.get("collectives"))
     )

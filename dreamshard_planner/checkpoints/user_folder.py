@@ -1,9 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A user's own checkpoints: the folder that ``checkpoint="auto"`` looks into before it takes what ships.
+"""A user's own checkpoints: the folder that ``checkpoint="auto"`` prefers over those that ship.
 
-``DREAMSHARD_HOME/checkpoints``, where that variable is set; else ``checkpoints`` in the user's data folder for this
-package (``~/.local/share/dreamshard_planner`` on Linux). What a file is called helps people alone: which hardware it is
-for is what its metadata say.
+The folder is ``DREAMSHARD_HOME/checkpoints`` if that variable is set, else ``checkpoints`` in the user's data folder
+for this package (``~/.local/share/dreamshard_planner`` on Linux). A file's metadata, not its name, tell its hardware.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ VARIABLE = "DREAMSHARD_HOME"
 
 
 def folder() -> Path:
-    """Where the checkpoints are; need not be there."""
+    """Return the folder, which may be missing."""
     home = os.path.expanduser(os.environ.get(VARIABLE, ""))
     return Path(home or platformdirs.user_data_path("dreamshard_planner", appauthor=False)) / "checkpoints"
 
 
 def files() -> list[Path]:
-    """All checkpoints, by name; none where there is no folder.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Return all checkpoints in order of names; raises OSError if the folder cannot be read."""
     try:
         names = sorted(os.listdir(folder()))
     except FileNotFoundError:
@@ -45,17 +40,16 @@ def files() -> list[Path]:
 
 
 def slug(text: str) -> str:
-    """As in file names: lower case, with dashes."""
+    """Return a text for file names: lower case, with dashes."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def new_file(hardware: Mapping[str, Any], how: str = "") -> Path:
-    """Where to keep a checkpoint that was measured on this hardware; the folder is made.
+    """Return the path for a checkpoint measured on some hardware, and make the folder.
 
     Args:
-        hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` has it.
-        how: ``calibrated`` or ``learned``, where another one was corrected for the hardware; such a file has a name of
-            its own, so that it does not replace what it was made from.
+        hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` returns it.
+        how: ``calibrated`` or ``learned`` for a corrected checkpoint, which must not replace its origin.
 
     Raises:
         FileError: the folder cannot be made; or device or name are missing.
@@ -76,7 +70,7 @@ def new_file(hardware: Mapping[str, Any], how: str = "") -> Path:
 
 
 def hardware_here(device: str) -> str | None:
-    """Return the name of this machine's processor (``cpu``), or of its card (``cuda``); None where there is none."""
+    """Return the name of this machine's processor (``cpu``) or card (``cuda``), if there is one."""
     if device == "cuda":
         found = driver.read_card()
         return None if found is None else found.name
@@ -84,7 +78,7 @@ def hardware_here(device: str) -> str | None:
 
 
 def nearest(described: Mapping[Path, Mapping[str, Any]], name: str | None, threads: int) -> Path | None:
-    """Return the file measured on the named hardware: of several the one with the nearest threads, then the newest.
+    """Return the file measured on the named hardware; of several, the one with the nearest threads, then the newest.
 
     Args:
         described: metadata of files of one kind of device.

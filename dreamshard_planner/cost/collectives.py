@@ -28,24 +28,22 @@ from torchrec.distributed.planner.types import Topology
 LATENCY_MS = 0.02
 """Start-up of one collective: the order of a small NCCL all-to-all within a node."""
 MAX_BYTES_PER_MS = 1e15
-"""What a fit says of a bandwidth that limits nothing; finite, for JSON."""
+"""Bandwidth that limits nothing, in a fit; finite, for JSON."""
 OPERATIONS = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
-"""What is measured between ranks, of outputs and gradients."""
+"""Measured collectives of outputs and gradients."""
 REVISION = 3
-"""Of how payloads are measured. In 1, an all-reduce between n ranks was of an n-th of the bytes that it was said to be
-of: its bandwidths came out n times too high. Before 3, a bag of lookups counted as no more than its length on CPUs,
-too."""
+"""Revision of the measured payloads. In 1, an all-reduce between n ranks had an n-th of the stated bytes, so its
+bandwidths were n times too high. Before 3, a bag of lookups counted as no more than its length on CPUs too."""
 LOOKUPS = ("lookups", "bucketing")
-"""How lookups get to the ranks that compute them, and what each rank takes to sort those of row blocks into the blocks
-before. Checkpoints lack both that were made before these were measured."""
+"""The exchange of lookups, and the sorting of row-wise lookups into blocks before it. Older checkpoints lack both."""
 SORTED_BAG = 0.2
-"""What a bag in a block takes to be sorted, over an id. Processor time of TorchRec's own on a Xeon, 1 to 48 features, 1
-to 100 lookups, 2 and 4 blocks: 1.5 ns, and 8.2 to 9.6 ns."""
+"""Time to sort a bag in a block, over that of an id. TorchRec's processor time on a Xeon, 1 to 48 features, 1 to 100
+lookups, 2 and 4 blocks: 1.5 ns, and 8.2 to 9.6 ns."""
 CPU_BAG_BYTES = 8.0
-"""What a bag counts for beside its length where CPUs exchange lookups: the length, and where its ids begin, are put in
-order with the ids. What fits a Xeon best, ``benchmarks/results/collectives.md``."""
+"""Bytes that a bag counts for beside its length if CPUs exchange lookups, for ordering lengths and offsets with the
+ids. Best fit on a Xeon, ``benchmarks/results/collectives.md``."""
 OLD_BAG_BYTES = 84
-"""What each measured bag, of ten ids and a length, counted for before revision 3."""
+"""Bytes that a measured bag of ten ids counted for before revision 3."""
 LOOKUP_EXCHANGES = 3
 """One after the other: how many they are, lengths and ids. Weights are one more."""
 
@@ -76,21 +74,20 @@ class CollectiveFit:
 
     @classmethod
     def of_sorting(cls, sorted_bytes_P: Tensor, time_ms_P: Tensor) -> CollectiveFit:
-        """The same of sorting so many bytes of ids: what it adds to an exchange of next to nothing, which is timed
-        alone where they are none."""
+        """Fit the time of sorting so many bytes of ids. Payloads of 0 bytes time the exchange alone."""
         ones = torch.ones_like(time_ms_P)
         design = torch.stack([ones, (sorted_bytes_P > 0).to(ones), sorted_bytes_P], dim=-1)
         (_, latency, slope), error = _explained(design, time_ms_P)
         return cls(latency, MAX_BYTES_PER_MS, _rate(slope), error)
 
     def slowed(self, times: float) -> CollectiveFit:
-        """With bandwidths so many times lower, and the same latency."""
+        """Return the fit with bandwidths so many times lower and the same latency."""
         bandwidths = (self.bytes_per_ms, self.shared_bytes_per_ms)
         bytes_per_ms, shared = (rate if rate == MAX_BYTES_PER_MS else rate / times for rate in bandwidths)
         return replace(self, bytes_per_ms=bytes_per_ms, shared_bytes_per_ms=shared)
 
     def model(self, world_size: int, source: str) -> CollectiveModel:
-        """Of an all-to-all between that many ranks."""
+        """Return the model of an all-to-all between that many ranks."""
         return CollectiveModel(
             world_size, self.bytes_per_ms, self.latency_ms, source, self.shared_bytes_per_ms, is_measured=True
         )
@@ -158,12 +155,12 @@ class CollectiveModel:
     bytes_per_ms: float
     latency_ms: float = LATENCY_MS
     source: str = "bandwidth given, nothing measured"
-    """Where the figures came from."""
+    """Origin of the figures."""
     shared_bytes_per_ms: float = math.inf
     """Bandwidth that all ranks share, e.g. the memory of a host whose ranks exchange over gloo; infinite where each
     link carries its own bytes whatever the others do."""
     is_measured: bool = False
-    """Whether it was fitted to times, of benchmarks or of training steps."""
+    """True if fitted to times of benchmarks or training steps."""
 
     def __post_init__(self) -> None:
         for bandwidth in (self.bytes_per_ms, self.shared_bytes_per_ms):
@@ -177,7 +174,7 @@ class CollectiveModel:
 
     @property
     def ms_per_byte(self) -> float:
-        """Of a collective in which a single rank sends."""
+        """Milliseconds per byte of a collective in which a single rank sends."""
         return 1 / self.bytes_per_ms + 1 / self.shared_bytes_per_ms
 
     def all_to_all_ms(self, output_bytes_XD: Tensor) -> Tensor:
@@ -189,10 +186,9 @@ class CollectiveModel:
         return self.bounded_all_to_all_ms(output_bytes_XD.amax(-1), output_bytes_XD.amin(-1), output_bytes_XD.sum(-1))
 
     def bounded_all_to_all_ms(self, largest_X: Tensor, smallest_X: Tensor, total_X: Tensor) -> Tensor:
-        """The same from the largest and smallest bytes of a rank and the sum over ranks, which is all it takes:
-        the collective lasts as long as its slowest rank, which sends to, and receives from, every other rank, and the
-        longer the more all ranks move.
-        """
+        """Rate an all-to-all from the largest and smallest bytes of a rank and the sum over ranks. The collective
+        lasts as long as its slowest rank, which sends to, and receives from, every other rank, and longer the more
+        all ranks move."""
         return _exchange_ms(largest_X, smallest_X, total_X, *self.rates)
 
 
@@ -227,12 +223,12 @@ class Collective:
     """``world``: all ranks; ``host``: the ranks of each host among themselves; ``across``: the ranks of the same place
     on every host."""
     forward: CollectiveModel | None
-    """Of the ranks that exchange: its ``world_size`` is their number. None where the forward has no such exchange."""
+    """Model of the forward's exchange; ``world_size`` counts the ranks that exchange. None if there is none."""
     backward: CollectiveModel | None
-    """The same of the backward: a reduce-scatter's is an all-gather. None where it has no such exchange: lookups go to
-    the ranks that compute them, and nothing comes back."""
+    """Model of the backward's exchange: a reduce-scatter's is an all-gather. None if there is none: lookups only go
+    forward."""
     of_lookups: bool = False
-    """Whether it carries lookups, and not outputs or gradients."""
+    """True for lookups, False for outputs or gradients."""
 
     @property
     def passes(self) -> tuple[CollectiveModel, ...]:
@@ -348,11 +344,11 @@ class Reached:
     """Shares of a bandwidth, and what a collective takes however little it moves."""
 
     inside: float
-    """Of a rank's link to the others of its host."""
+    """Share of a rank's link to the others of its host."""
     all_to_all: float
-    """Of a rank's network, in an all-to-all."""
+    """Share of a rank's network, in an all-to-all."""
     rings: float
-    """Of the network of a whole host, where data passes from rank to rank: in rings and trees."""
+    """Share of a whole host's network in rings and trees."""
     inside_ms: float
     between_ms: float
 
@@ -360,7 +356,7 @@ class Reached:
 NCCL = Reached(inside=0.8, all_to_all=0.78, rings=0.72, inside_ms=0.02, between_ms=0.14)
 """Fitted by ``benchmarks/collectives_prior.py``."""
 IN_FULL = Reached(inside=1.0, all_to_all=1.0, rings=1.0, inside_ms=LATENCY_MS, between_ms=LATENCY_MS)
-"""Of backends that nothing is known of."""
+"""Shares for backends without published times."""
 
 
 @dataclass(frozen=True)
@@ -374,16 +370,16 @@ class Interconnect:
     hosts: int
     ranks_per_host: int
     inside_bytes_per_ms: float
-    """Of a rank's link to its host, to all peers together, one direction."""
+    """Bandwidth of a rank's link to all peers of its host together, one direction."""
     between_bytes_per_ms: float
-    """Of a rank's part of the network."""
+    """Bandwidth of a rank's part of the network."""
     reached: Reached = NCCL
     memory_bytes_per_ms: float = math.inf
-    """Of a host, which all that its ranks exchange passes; infinite where each has a link past it."""
+    """Bandwidth of a host's memory, which all exchanges of its ranks pass; infinite if each has a link past it."""
 
     @classmethod
     def of(cls, topology: Topology) -> Interconnect:
-        """Of a topology's bandwidths."""
+        """Read a topology's bandwidths."""
         per_host = min(topology.intra_group_size, topology.world_size)
         bandwidths, has_links = topology.comms_bandwidths, topology.compute_device == "cuda"
         return cls(
@@ -400,7 +396,7 @@ class Interconnect:
         return self.hosts * self.ranks_per_host
 
     def all_to_all(self) -> CollectiveModel:
-        """Between all ranks: as long as what each sends to its host, or to other hosts."""
+        """Return the model between all ranks, limited by the slower of a rank's traffic inside and between hosts."""
         peers, others = max(1, self.ranks - 1), self.ranks - self.ranks_per_host
         inside = self._inside * peers / max(1, peers - others)
         return self._world(inside, self._all_to_all * peers / max(1, others))
@@ -411,28 +407,28 @@ class Interconnect:
         return replace(model, latency_ms=LOOKUP_EXCHANGES * model.latency_ms)
 
     def reduce_scatter(self) -> CollectiveModel:
-        """Between all ranks; an all-gather takes as long."""
+        """Return the model between all ranks; an all-gather takes as long."""
         return self._world(self._inside, self._rings)
 
     def all_reduce(self) -> CollectiveModel:
-        """Between all ranks; an n-th of the tensor counts as what a rank sends to each peer. A tree sends it to each
-        other host once and back, where a ring does for each other rank."""
+        """Return the model between all ranks; an n-th of the tensor counts as the bytes to each peer. A tree sends
+        the tensor to each other host once and back, a ring to each other rank."""
         once = (1 - 1 / self.ranks) / max(0.5, 1 - 1 / self.hosts)
         return self._world(self._inside / 2, self._rings / 2 * once, passes=2)
 
     def host_reduce_scatter(self) -> CollectiveModel:
-        """Between the ranks of one host; an all-gather takes as long."""
+        """Return the model between the ranks of one host; an all-gather takes as long."""
         return self._model(self.ranks_per_host, self._inside, self.memory_bytes_per_ms, between=False)
 
     def across(self) -> CollectiveModel:
-        """An all-to-all between the ranks of the same place on every host."""
+        """Return the all-to-all between the ranks of the same place on every host."""
         # As many go on side by side as a host has ranks.
         shared_bytes_per_ms = self.hosts * self.memory_bytes_per_ms / self.ranks_per_host
         return self._model(self.hosts, self._all_to_all, shared_bytes_per_ms, between=True)
 
     def all_to_one(self) -> CollectiveModel:
-        """From all ranks to one, over its link to those of its host and over that to other hosts, one after the other;
-        all are taken to send alike, itself among them."""
+        """Return the model from all ranks to one, over its host's link and then the network. All ranks count as
+        sending alike, itself included."""
         if self.ranks == 1:
             return self._model(1, self.inside_bytes_per_ms, math.inf, between=False)
         inside = (self.ranks_per_host - 1) / self.inside_bytes_per_ms
@@ -455,8 +451,7 @@ class Interconnect:
         return self.ranks_per_host * self.between_bytes_per_ms * self.reached.rings
 
     def _world(self, inside: float, between: float, passes: int = 1) -> CollectiveModel:
-        """Between all ranks, at the speed of the slower link among those that it needs; each byte passes memory so many
-        times."""
+        """Return a model between all ranks, at the speed of the slowest link; each byte passes memory so many times."""
         shared_bytes_per_ms = self.hosts * self.memory_bytes_per_ms / passes
         if self.hosts == 1:
             return self._model(self.ranks, inside, shared_bytes_per_ms, between=False)

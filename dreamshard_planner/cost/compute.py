@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What sets of shards cost: the interface of every source of compute costs, and the one formula.
+"""Compute costs of sets of shards: the interface of every source, and the one formula.
 
 A rank's compute is the sum over its fused groups; within a group a :class:`ComputeCost` (network, roofline, estimates
 that come with the shards) says what the *set* costs.
@@ -42,12 +42,12 @@ def both_passes(ms_X2: Tensor) -> Tensor:
 
 
 NOT_MEASURED = "nothing measured"
-"""How the detail of a source ends that is a guess."""
+"""End of a guessed source's detail."""
 
 
 @dataclass(frozen=True)
 class CostSource:
-    """Where a cost came from; shown wherever a cost is shown."""
+    """Origin of a cost, shown beside it."""
 
     kind: str
     """``network`` or ``roofline``; rivals have kinds of their own."""
@@ -63,9 +63,9 @@ class ComputeCost(ABC):
 
     source: CostSource
     approximate_channels: int | None = None
-    """How many leading latent channels :meth:`approximate_ms` reads; None: all. Only these need to be summed for it."""
+    """Leading latent channels that :meth:`approximate_ms` reads; None: all. Only these are summed for it."""
     approximates: bool = False
-    """Whether :meth:`approximate_ms` differs from :meth:`group_cost_ms`, so that the best by it have to be rated."""
+    """True if :meth:`approximate_ms` differs from :meth:`group_cost_ms`, so that the best by it must be rated."""
 
     @abstractmethod
     def encode(self, features_SF: Tensor) -> Tensor:
@@ -77,17 +77,16 @@ class ComputeCost(ABC):
         A group without shards costs exactly nothing."""
 
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
-        """A cheaper estimate of :meth:`group_cost_ms`, for what a policy observes at every step."""
+        """Estimate :meth:`group_cost_ms` more cheaply, for the observations of a policy."""
         return self.group_cost_ms(latent_XH)
 
     def reward_ms(self, latent_XDGH: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
-        """What the estimated MDP counts as the overall cost of placements, [...]: the formula, unless a network has an
-        overall head of its own."""
+        """Return the estimated MDP's overall cost of placements, [...]: the formula, unless a network has its own
+        overall head."""
         return overall_ms(self.group_cost_ms(latent_XDGH).sum(-2).sum(-1).amax(-1), collective_ms)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """What a reader of the costs of these shards and groups should know, e.g. that they lie outside of what was
-        measured."""
+        """Return notes for readers of these costs, such as tables outside the measured range."""
         return ()
 
 
@@ -111,7 +110,7 @@ OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad", "adagrad": "A
 """Optimizers with corrections of their own, in the order of :func:`optimizer_of`, and their names; all others go with
 row-wise Adagrad."""
 UNCHANGED = (1.0, 0.0, 0.0, 0.0, 0.0)
-"""A direction's numbers without a correction."""
+"""Numbers of a direction without a correction."""
 EXTENT = ("distinct_rows", "distinct_elements", "lookup_elements", "lookups")
 """Features that the numbers behind the scale are multiplied with."""
 LEAST_SCALE = 0.1
@@ -123,8 +122,8 @@ be left out."""
 
 
 class AdjustedCost(ComputeCost):
-    """A compute cost with corrections by optimizer, and milliseconds that parts take outside of their fused kernel,
-    such as for the table-sized gradient of data-parallel.
+    """A compute cost with corrections by optimizer, and milliseconds of parts outside of their fused kernel, such as
+    for the table-sized gradient of data-parallel.
 
     Latents begin with the named sums below; the latents of the compute cost follow.
 
@@ -171,8 +170,8 @@ class AdjustedCost(ComputeCost):
         return self._adjusted(self._compute.approximate_ms(latent_XH[..., self._OWN :]), latent_XH)
 
     def _adjusted(self, cost_X2: Tensor, latent_XH: Tensor) -> Tensor:
-        """A group has one optimizer, and else the mean of its scales. Sums are clamped against the rounding of what a
-        search subtracted."""
+        """Apply corrections; a group of several optimizers has the mean of their scales. Clamps absorb the rounding
+        of sums that a search subtracted."""
         count_X1 = latent_XH[..., self.COUNT]
         scale_X2 = latent_XH[..., self.SCALE] / count_X1.clamp_min(1)
         kernel_X2 = scale_X2 * cost_X2 + latent_XH[..., self.ADDED_MS].clamp_min(0)

@@ -38,11 +38,11 @@ DIRECTIONS = ("forward", "backward")
 GOOD, OTHER_SETS, DOUBT = 0.20, 10, 2.0
 """Mean error up to which costs are good, if that of so many other sets would be; standard errors that are certain."""
 OTHER_TABLES = 0.03
-"""How much further sets of tables of another kind may be off than those that costs were checked with."""
+"""Allowance for sets of tables of another kind than those checked."""
 FEW_SETS, ENOUGH_SETS = 6, 40
-"""Of one optimizer: below the first a check tells nothing; from the second on, more sets change little."""
+"""Sets of one optimizer: fewer than the first tell nothing; more than the second change little."""
 LEAST_GAIN, LEAST_GAIN_OF_GOOD = 0.02, 0.05
-"""Of the mean error, below which nothing is changed: levels drift from one hour to the next, and errors of good costs
+"""Least gain of the mean error for a change: levels drift from one hour to the next, and errors of good costs
 have to be halved as well, or a quiet minute does harm in the next."""
 MOST_FOLDS = 20
 """Parts that sets are divided into, to be held out in turn."""
@@ -52,7 +52,7 @@ TERMS = ((0,), (1,), (2,), (0, 1), (0, 2), (0, 3), (0, 4), (0, 1, 2), (0, 1, 4))
 
 @dataclass(frozen=True)
 class StageCheck:
-    """How far costs of one optimizer and direction are off on sets that no fit has seen: shares of what was timed."""
+    """Errors of the costs of one optimizer and direction on held-out sets, as shares of the timed milliseconds."""
 
     optimizer: str
     direction: str
@@ -68,7 +68,7 @@ class StageCheck:
 
     @property
     def good(self) -> bool:
-        """Whether other sets, also of other tables, are off by little as well."""
+        """True if errors on other sets, also of other tables, are small as well."""
         doubt = DOUBT * self.spread * math.sqrt(1 / self.sets + 1 / OTHER_SETS)
         return self.sets >= FEW_SETS and self.after + doubt + OTHER_TABLES <= GOOD
 
@@ -78,7 +78,7 @@ class StageCheck:
 
     @property
     def off(self) -> str:
-        """How far the costs in use are off, in words."""
+        """Error of the costs in use, in words."""
         side = "off" if abs(self.bias) < self.before / 2 else "too low" if self.bias < 0 else "too high"
         return f"{100 * self.before:.0f} % {side}"
 
@@ -161,7 +161,7 @@ class _Stage:
     at_X: Tensor
     """Indices of the sets."""
     terms_XN: Tensor
-    """What the numbers are multiplied with: milliseconds without a correction, then :data:`EXTENT`."""
+    """Factors of the numbers: milliseconds without a correction, then :data:`EXTENT`."""
     label_X: Tensor
     """Measured milliseconds."""
 

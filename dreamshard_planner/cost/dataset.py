@@ -39,7 +39,7 @@ NPZ_SCHEMA = 2
 """Version of the layout; newer files are refused. Files of 1 have every column in full and no ``shard_index``."""
 
 REFERENCE_STRENGTH = 0.5
-"""How far a slow reference run excuses a slow sample: 0 not at all, 1 in full. The reference is noisy itself: on
+"""Share of a slow reference run that excuses a slow sample, from 0 to 1. The reference is noisy itself: on
 200 sets measured three times over on two shared cores (5 repeats), two passes differed by 4.1 and 7.1 % (forward,
 backward) at 0, by 3.4 and 4.6 % at 0.5, and by 6.6 and 5.8 % at 1."""
 
@@ -89,13 +89,13 @@ class CostDataset:
     """[N, R, 2] float64: forward and backward milliseconds of each round."""
 
     hardware: Hardware
-    """From ``measure.describe_hardware``."""
+    """Description from ``measure.describe_hardware``."""
 
     reference_ms: np.ndarray | None = None
     """[N, R, 2] float64: the fixed reference set, timed right beside each sample."""
 
     seed: int = 0
-    """What the indices were drawn from."""
+    """Seed of the indices."""
 
     created: str = ""
     """UTC date and time, ISO 8601."""
@@ -105,7 +105,7 @@ class CostDataset:
             raise DatasetError(f"cost dataset: {field_name} {problem}")
 
     def _problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong with the arrays, (field, problem), the first thing first."""
+        """Yield problems of the arrays, as field and problem, the first one first."""
         if set(self.columns) != set(WORKLOAD_FIELDS):
             yield "columns", f"are {sorted(self.columns)}, expected {sorted(WORKLOAD_FIELDS)}"
             return
@@ -147,7 +147,7 @@ class CostDataset:
         reference_ms: ArrayLike | Tensor | None = None,
         seed: int = 0,
     ) -> CostDataset:
-        """From ``sets`` and their times [N, R, 2] in milliseconds."""
+        """Make a dataset of ``sets`` and their times [N, R, 2] in milliseconds."""
         flat = [workload for group in sets for workload in group]
         columns: dict[str, np.ndarray] = {
             name: np.array([getattr(workload, name) for workload in flat], dtype=_DTYPES[FIELD_TYPES[name]])
@@ -393,19 +393,19 @@ class LabelledSets:
     """First shard of each set, and the end: int64 [X + 1]."""
     labels_ms_X2: Tensor
     prior: RooflineCost | None = None
-    """Of the device that measured them, where that knows more than they show: on GPUs."""
+    """Roofline of the measuring GPU, which knows more than the sets show; None on CPUs."""
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[Workload]], labels_ms_X2: Tensor) -> LabelledSets:
-        """From sets of workloads and their forward and backward milliseconds [X, 2]."""
+        """Make labelled sets of workloads and their forward and backward milliseconds [X, 2]."""
         offsets = torch.tensor([0, *accumulate(map(len, sets))])
         features_SF = feature_matrix([workload for workloads in sets for workload in workloads])
         return cls(features_SF, offsets, labels_ms_X2.float())
 
     @classmethod
     def of_dataset(cls, data: CostDataset, usual_ms: float | None = None) -> LabelledSets:
-        """From what was measured, as at the speed of ``usual_ms``, see :meth:`CostDataset.at_speed_ms`; default: its
-        own."""
+        """Label measured sets, scaled to the speed of ``usual_ms``, see :meth:`CostDataset.at_speed_ms`; default:
+        the file's own."""
         offsets = torch.from_numpy(data.set_offsets)
         on_gpu = data.hardware["device"] == "cuda"
         prior = RooflineCost.of_card(str(data.hardware["name"])) if on_gpu else None

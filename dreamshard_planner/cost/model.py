@@ -24,7 +24,7 @@ from dreamshard_planner.cost.problem import Problem, Sharding, counted_up, summe
 
 @dataclass(frozen=True)
 class Preload:
-    """What lies on the ranks before any part of the problem is placed; its memory is off the capacity already."""
+    """Load of the ranks before any part is placed; its memory is already off the limits."""
 
     latent_DGH: Tensor
     bytes_CD: Tensor
@@ -110,7 +110,7 @@ class Cost:
         return float(self.rate(sharding).overall_ms_B[0])
 
     def reward_ms(self, rank_BP: Tensor) -> Tensor:
-        """What the estimated MDP counts as the overall cost of placements, [B]."""
+        """Return the estimated MDP's overall cost of placements, [B]."""
         collective_ms = self.problem.collectives.ms(self.bytes_sent(rank_BP))
         return self.compute.reward_ms(self.group_latents(rank_BP), collective_ms)
 
@@ -142,7 +142,7 @@ class Cost:
         return Chosen(cost, rank_S, units, sharding, part_S, rank_Y, part_Y)
 
     def notes(self, sharding: Sharding) -> tuple[str, ...]:
-        """What a reader of the cost of this sharding should know."""
+        """Return notes for readers of this sharding's cost."""
         rank_X, part_X = self.problem.laid(sharding)
         latent_ZH = self.group_latents(rank_X, part_X).flatten(0, 1)
         part_Y = part_X[self.latent_PH[part_X, 0] > 0].unique()  # the others' cost is an estimate that they come with
@@ -151,10 +151,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A problem whose options are chosen, wide and pinned units laid down: what is left is a placement."""
+    """A problem with chosen options and placed wide and pinned units: a placement is left to find."""
 
     cost: Cost
-    """Of the units of span 1, one part each."""
+    """Cost of the units of span 1, one part each."""
     assignment_S: Tensor
     """Rank of each of them, as the sharding has it."""
     units: tuple[tuple[int, int], ...]

@@ -200,7 +200,7 @@ class CostNetwork(nn.Module, ComputeCost):
         self.head.biases[-1] += (train.labels_ms_X2 / predicted_X2).log().median(0).values
 
     def _scaled_inputs(self, train: LabelledSets) -> dict[str, Tensor]:
-        """Of each scaler, what measured sets have there."""
+        """Return the values of measured sets that each scaler is fitted to."""
         return {
             "descriptor": described(train.features_SF),
             "log_work": _work(train).log1p().float(),
@@ -268,7 +268,7 @@ class CostNetwork(nn.Module, ComputeCost):
         return cost_X2.view(*latent_XH.shape[:-1], 2)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """What some shard, or the sum over some group, has more of, or less, than anything measured."""
+        """Note shards and groups outside the measured range."""
         notes = tables_outside(features_SF, *self._trained_bounds("descriptor"))
         # Counts: scaling leaves a trace where there was nothing.
         low_P, high_P = (bound_P.expm1().round().tolist() for bound_P in self._trained_bounds("log_work"))
@@ -324,7 +324,7 @@ def outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> 
 
 
 def _work(sets: LabelledSets) -> Tensor:
-    """Of each set, [X, P]."""
+    """Return the work of each set, [X, P]."""
     return sets.sum(sets.features_SF[:, columns(WORK)].double())
 
 
@@ -345,7 +345,7 @@ def _additive_rates(work_XP: Tensor, labels_ms_X2: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """How a cost network is fitted."""
+    """Settings of a cost network's fit."""
 
     epochs: int = 120
     """Passes over the training sets, at most."""

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A planning problem as tensors: tables, the options that each may take, and what their parts ask of the ranks.
+"""A planning problem as tensors: tables, their options, and the needs of the options' parts.
 
 An option of a table is a list of units. A *unit* is what is placed together, one *part* on each of ``span``
 consecutive ranks. A whole table or a column slice is a unit of span 1; the row blocks of one host (table-row-wise, each
@@ -31,14 +31,14 @@ from torch import Tensor
 from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
 
 MEMORY_KINDS = ("HBM", "DDR", "SSD")
-"""Of TorchRec's storage, in the order in which problems have them."""
+"""Kinds of TorchRec's storage, in the order of the limits."""
 
 Array = TypeVar("Array", Tensor, "np.ndarray[Any, Any]")
 
 
 def has_room(need_XM: Array, room_XM: Array) -> Array:
-    """Whether what is needed keeps within every limit, bool [...]. Nothing always fits, even where a
-    reservation left less than nothing."""
+    """Return whether needs keep within every limit, bool [...]. A need of nothing always fits, even if a reservation
+    left less than nothing."""
     return ((need_XM <= room_XM) | (need_XM == 0)).all(-1)
 
 
@@ -55,7 +55,7 @@ def summed(values_XY: Tensor, slot_BX: Tensor, slots: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is placed together."""
+    """Parts that are placed together."""
 
     parts: tuple[int, ...]
     """Row of the part, among the problem's parts, that each rank of the span gets."""
@@ -74,17 +74,17 @@ class Option:
     """One way to shard a table."""
 
     units: tuple[Unit, ...]
-    """All of one span."""
+    """Units, all of one span."""
     sharding_type: str
     """TorchRec's name of it."""
     kernel: str = "fused"
     """TorchRec's compute kernel."""
     pinned: tuple[int, ...] | None = None
-    """Where its units must be; None where they may go anywhere."""
+    """Fixed positions of the units; None if they are free."""
 
     @property
     def parts(self) -> list[int]:
-        """Those of all units, in order."""
+        """Parts of all units, in order."""
         return [part for unit in self.units for part in unit.parts]
 
     def ranks(self, positions: Sequence[int]) -> list[int]:
@@ -100,20 +100,20 @@ class Sharding:
     positions: tuple[tuple[int, ...], ...]
 
     def changed(self, table: int, option: int, positions: tuple[int, ...]) -> Sharding:
-        """The same with one table sharded another way."""
+        """Return the sharding with one table sharded another way."""
         options, places = list(self.options), list(self.positions)
         options[table], places[table] = option, positions
         return Sharding(tuple(options), tuple(places))
 
     def move(self, table: int, unit: int, position: int) -> tuple[int, int, tuple[int, ...]]:
-        """What :meth:`changed` takes to have one unit of a table somewhere else."""
+        """Return the arguments of :meth:`changed` that move one unit of a table."""
         positions = list(self.positions[table])
         positions[unit] = position
         return table, self.options[table], tuple(positions)
 
 
 class OptionRows:
-    """All options of all tables in arrays, a row each, to look many up at once.
+    """All options of all tables in arrays, one row each, for fast look-ups.
 
     Args:
         tables: the options of each table.
@@ -124,15 +124,15 @@ class OptionRows:
         self._first_T = np.cumsum([0, *map(len, tables)])[:-1]
         self.span_O = np.array([option.units[0].span for option in options], dtype=np.int64)
         self.parts_O = self.span_O * np.array([len(option.units) for option in options], dtype=np.int64)
-        """How many parts each has."""
+        """Parts of each option."""
         self.is_free_O = np.array([option.pinned is None for option in options], dtype=bool)
-        """Whether nothing is pinned."""
+        """True for options that are not pinned."""
         units = chain.from_iterable(option.units for option in options)
         self._part_F = np.fromiter(chain.from_iterable(unit.parts for unit in units), np.int64, self.parts_O.sum())
         self._first_O = self.parts_O.cumsum() - self.parts_O
 
     def rows(self, tables: Sequence[int], options: Sequence[int]) -> np.ndarray:
-        """Of one option of each of some tables."""
+        """Return the rows of one option of each of some tables."""
         return self._first_T[np.asarray(tables, dtype=np.int64)] + np.asarray(options, dtype=np.int64)
 
     def parts(self, table: int, option: int) -> np.ndarray:
@@ -161,18 +161,18 @@ class Problem:
     sharding types never do."""
     num_groups: int
     needs_PM: Tensor
-    """What each part needs, int64: bytes by kind of memory (:data:`MEMORY_KINDS`), and one of each rule it is under."""
+    """Needs of each part, int64: bytes by kind of memory (:data:`MEMORY_KINDS`), and one of each rule it is under."""
     limits_DM: Tensor
-    """What each rank has left for parts, int64."""
+    """Limits of each rank for parts, int64."""
     bytes_PC: Tensor
     """Bytes that a part adds to what its rank sends to each peer in each collective, or gets of it, float64."""
     collectives: Collectives
     names: tuple[str, ...] = ()
-    """Of the tables; of the parts, where there are no options."""
+    """Names of the tables; of the parts if there are no options."""
     tables: tuple[tuple[Option, ...], ...] = ()
     """The options of each table, at least one; empty where each part is placed once, on any rank."""
     num_rules: int = 0
-    """How many of the limits, the last, are rules of placement."""
+    """Number of limits, at the end, that are rules of placement."""
 
     @property
     def num_parts(self) -> int:
@@ -212,7 +212,7 @@ class Problem:
         return self._group_of[table][option]
 
     def over(self, link: CollectiveModel) -> Problem:
-        """The same with all that is sent in one all-to-all between all ranks, over this link."""
+        """Return the problem with all that is sent in one all-to-all between all ranks, over this link."""
         return replace(self, bytes_PC=self.bytes_PC.sum(-1, keepdim=True), collectives=Collectives.all_to_all(link))
 
     @overload
@@ -234,9 +234,9 @@ class Problem:
         return torch.from_numpy(rank_X), torch.from_numpy(every.all_parts(row_T))
 
     def taken(self, rank_BX: Tensor, part_X: Tensor | None = None) -> Tensor:
-        """What parts (default: all) on these ranks take of every rank, int64 [B, D, M]."""
+        """Return what parts (default: all) on these ranks take of every rank, int64 [B, D, M]."""
         return summed(self.needs_PM if part_X is None else self.needs_PM[part_X], rank_BX, self.num_ranks)
 
     def fits(self, plan: Sharding | Tensor) -> Tensor:
-        """Whether placements [B, P], or a sharding, keep every rank within its limits, bool [B] or []."""
+        """Return whether placements [B, P], or a sharding, keep every rank within its limits, bool [B] or []."""
         return has_room(self.taken(*self.laid(plan)), self.limits_DM).all(-1)

@@ -37,9 +37,9 @@ CACHE_SET_BYTES = 32 * 8
 """Keys that one lookup in a UVM cache compares: FBGEMM's sets are as wide as a warp. Before, the indices are sorted, to
 find the distinct ones."""
 LINK_BYTES = 64
-"""That reading a row over the link to the host takes at least."""
+"""Least bytes of reading a row over the link to the host."""
 L2_BYTES = 40e6
-"""Of a GPU that :data:`~dreamshard_planner.devices.GPUS` does not name."""
+"""L2 cache of a GPU that :data:`~dreamshard_planner.devices.GPUS` does not name."""
 USUAL_CORES = 0.6
 """Power of its bandwidth by which its multiprocessors and their clock are taken to grow: from V100 to H100 they did."""
 GENERATIONS = 3.0
@@ -50,85 +50,85 @@ grow."""
 
 @dataclass(frozen=True)
 class Kernels:
-    """How FBGEMM's kernels use a device: its bandwidth, and on GPUs its lanes. Each parameter has a meaning; together
+    """Use of a device by FBGEMM's kernels: its bandwidth, and on GPUs its lanes. Each parameter has a meaning; together
     they are few enough to be fitted. Nanoseconds are those of an H100's multiprocessors, of bags and steps those of all
     cards."""
 
     forward_share: float = 1.0
-    """Of the memory's bandwidth that the forward reaches."""
+    """Share of the memory's bandwidth that the forward reaches."""
     backward_share: float = 1.0
     cache_speedup: float = 4.0
     """Cache over memory bandwidth, for reads of a row after the first where the cache holds it."""
     gradient_speedup: float = 4.0
-    """The same for gradients, which are read again for every lookup."""
+    """Cache over memory bandwidth for gradients, which are read again for every lookup."""
     rows_held: float = 1.0
     """Share of the cache that holds rows: those that are read most."""
     gradients_held: float = 1.0
-    """The same for gradients."""
+    """Share of the cache that holds gradients."""
     row_bytes: float = 0.0
-    """That reading a row takes at least, however narrow it is."""
+    """Least bytes of reading a row."""
     far_row_bytes: float = 0.0
-    """That it takes more where the table is much larger than ``far_table_bytes``: addresses have to be looked up."""
+    """More bytes per row if the table is much larger than ``far_table_bytes``, for looking up addresses."""
     far_table_bytes: float = 1e9
     update_bytes: float = 0.0
-    """That reading or writing a row takes at least as it is updated."""
+    """Least bytes of reading or writing a row in the update."""
     update_weight_bytes: float = 0.0
-    """The same of one weight, where narrower ones are computed as if they were as wide."""
+    """Least bytes of one weight in the update."""
     lookup_bytes: float = INDEX_BYTES
-    """That a lookup takes in the forward beside its row: its index, and what finding the row takes."""
+    """Bytes of a lookup in the forward beside its row: its index, and finding the row."""
     sequence_bytes: float = 0.0
-    """That a lookup takes more in the forward where none are pooled, of tables of at most 32 columns, which have a
-    kernel of their own."""
+    """More bytes of a lookup without pooling in the forward, of tables of at most 32 columns: they have their own
+    kernel."""
     table_bytes: float = 0.0
-    """That each table takes in either direction beside its rows: kernels that go from table to table start anew."""
+    """Bytes of each table in either direction beside its rows: kernels start anew at each table."""
     lane_dims: float = 0.0
     """Columns that a warp adds up in one pass of the backward: narrower gradients take as long."""
     state_bytes: float = 0.0
-    """Of the backward, for each distinct row that has one optimizer state, beside the bytes of both: what reaching one
-    scattered word per row takes."""
+    """Backward bytes of each distinct row with one optimizer state, beside those of both, for reaching one scattered
+    word per row."""
     row_ns: float = 0.0
-    """The same of AMD's GPUs beside that, whose bandwidth does not tell it."""
+    """Backward nanoseconds of the same rows on AMD's GPUs, whose bandwidth does not tell it."""
     lookup_ns: float = 0.0
-    """Of the forward, for each lookup, wherever its row is found, and more for each lane of the kernel: all tables of
-    a fused kernel take the lanes that its widest one needs."""
+    """Forward time of each lookup, wherever its row is found, and more for each lane of the kernel: all tables of a
+    fused kernel take the lanes of its widest one."""
     lookup_lane_ns: float = 0.0
     step_ns: float = 0.0
-    """Of the forward, for each lookup of the longest bags, whose lookups come one after the other: while few bags last,
-    the GPU is idle. Memory answers no sooner on later cards."""
+    """Forward time of each lookup of the longest bags, whose lookups are serial: the GPU is idle while few bags
+    last. Memory answers no sooner on later cards."""
     bag_ns: float = 0.0
-    """Of the forward, for each bag, empty or not: FBGEMM's check of ids, above all, which starts as many blocks of
-    threads a second on cards of all kinds."""
+    """Forward time of each bag, empty or not: mostly FBGEMM's check of ids, which starts as many blocks of threads a
+    second on all cards."""
     bag_lane_ns: float = 0.0
-    """More for each lane of the kernel, of an H100's multiprocessors."""
+    """More for each lane of the kernel, on an H100's multiprocessors."""
     table_ns: float = 0.0
-    """Of the forward, for each table."""
+    """Forward time of each table."""
     update_lookup_ns: float = 0.0
-    """Of the backward, for each lookup, and more for each lane."""
+    """Backward time of each lookup, and more for each lane."""
     update_lane_ns: float = 0.0
     update_row_ns: float = 0.0
-    """Of the backward, for each distinct row."""
+    """Backward time of each distinct row."""
     update_table_ns: float = 0.0
-    """Of the backward, for each table."""
+    """Backward time of each table."""
     weighted_lookup_ns: float = 0.0
-    """Of the backward, for each lookup that has a weight."""
+    """Backward time of each weighted lookup."""
     link_reads: float = 1.0
     """Times that a row of unified memory takes the link to the host in the forward, over its bandwidth."""
     link_repeats: float = 1.0
     """Share of the reads of a row after its first that take the link again: a GPU caches little of another's memory."""
     link_updates: float = 2.0
-    """In the backward, of each distinct row, and of its optimizer state, which stays in the host's memory though rows
-    have a cache: there and back; in both directions at once, for all that is known of GPUs."""
+    """Passes of each distinct row, and of its optimizer state, over the link in the backward: there and back, in
+    both directions at once. States stay in the host's memory even if rows have a cache."""
     link_exchanges: float = 2.0
-    """Of each row that misses a cache: it comes, and another goes."""
+    """Passes of each row that misses a cache: it comes, and another goes."""
     cache_row_ns: float = 0.0
-    """Of the forward, for each distinct row looked up in a UVM cache, whether it hits or not: ids are made distinct
+    """Forward time of each distinct row looked up in a UVM cache, hit or miss: ids are made distinct
     before the cache is searched. Nothing tells what other cards take: the root of what they take longer for lookups,
     since memory does half of it."""
     forward_launch_ms: float = 0.02
     """Launch floors: a handful of kernels of some 5 to 10 us each, more in the backward."""
     backward_launch_ms: float = 0.06
     sort_launch_ms: float = 0.0
-    """More of the backward where there is much to sort, by the share of lookups over these and ``sort_lookups``."""
+    """More of the backward if there is much to sort, by the share of lookups over these and ``sort_lookups``."""
     sort_lookups: float = 2500.0
 
 
@@ -184,7 +184,7 @@ GPU_KERNELS = Kernels(
 """Fitted by ``benchmarks/gpu_prior.py`` to what an H100 measured (FBGEMM 1.6) and to what others published of other
 cards."""
 AMD_KERNELS = replace(GPU_KERNELS, row_ns=0.9)
-"""Of ROCm builds, from rows of one card."""
+"""Kernels of ROCm builds, from rows of one card."""
 LANES = (32, 64, 128, 256, 512, 1024)
 """That fused kernels take, by their widest table: FBGEMM's warps share a bag between 8, 16 or 32 threads of four
 columns each, and take several turns for wider ones."""
@@ -200,7 +200,7 @@ class RooflineCost(ComputeCost):
     uvm_bytes_per_ms: float
     kernels: Kernels = CPU_KERNELS
     cache_bytes: float = math.inf
-    """Of the cache that rows are read from again; infinite: all of them are."""
+    """Cache that rows are read from again; infinite: it holds all of them."""
     slowness: float = 1.0
     """Times as long as on an H100 that kernels take for lookups, rows and tables, beside what memory takes."""
     source: CostSource = field(init=False, repr=False, compare=False)
@@ -214,7 +214,7 @@ class RooflineCost(ComputeCost):
 
     @classmethod
     def of_topology(cls, topology: Topology) -> RooflineCost:
-        """From the bandwidths of a ``torchrec.distributed.planner.Topology``."""
+        """Read the bandwidths of a ``torchrec.distributed.planner.Topology``."""
         if topology.compute_device == "cpu":
             return cls.of_bandwidths("cpu", topology.ddr_mem_bw, topology.ddr_mem_bw)
         bandwidths = topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw
@@ -246,19 +246,20 @@ class RooflineCost(ComputeCost):
 
     @classmethod
     def of_card(cls, name: str) -> RooflineCost:
-        """Of a card by its own name, such as ``NVIDIA H100 80GB HBM3``; of one that nobody listed, an H100's."""
+        """Make the cost of a card by its own name, such as ``NVIDIA H100 80GB HBM3``; unlisted cards count as an
+        H100."""
         return cls.of_gpu(gpu_of(name) or "h100")
 
     @classmethod
     def of_gpu(cls, name: str) -> RooflineCost:
-        """Of one of :data:`~dreamshard_planner.devices.GPUS`."""
+        """Make the cost of one of :data:`~dreamshard_planner.devices.GPUS`."""
         gpu = GPUS[name]
         bandwidths = gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3
         return cls.of_bandwidths("cuda", *bandwidths, driver_name(name))
 
     @property
     def channels(self) -> int:
-        """Of its latents."""
+        """Number of latent channels."""
         return _SUMS + len(LANES) - 1 if self._has_lanes else 5
 
     @property
@@ -411,7 +412,7 @@ fused backward pass, and how much more where each gradient's memory is fresh
 (``benchmarks/results/cost-network.md``)."""
 CPU_DENSE_PASSES = 4
 FRESH_BYTES = 32 << 20
-"""From here on, glibc's malloc takes new pages from the system for each gradient."""
+"""Size from which glibc's malloc takes new pages from the system for each gradient."""
 
 
 def dense_ms(elements_P: Tensor, passes_P: Tensor | float, topology: Topology) -> Tensor:

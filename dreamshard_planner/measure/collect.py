@@ -1,13 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Measure sets as fused kernels, and keep the result through any interruption.
+"""Measure sets as fused kernels, and keep the results through any interruption.
 
-Sets are measured in blocks: the repeats of one block are interleaved, so that the repeats of one set lie apart in
-time, each right behind a run of one fixed reference set. Several ranks, each with a device or cores of its own, share
-the sets.
+Sets are measured in blocks. The repeats of one block are interleaved, so that the repeats of a set lie apart in time;
+each comes right behind a run of one fixed reference set.
 
-The record is a folder with one dataset file per measured block. Each rank writes files of its own, whole or not at
-all, so a process that dies loses the block that it was measuring. A collection may go on with more or fewer ranks:
-rank r also reads the files of ranks r + size, r + 2 size and so on.
+The record is a folder with a dataset file per block. Ranks share the sets, and each writes files of its own, whole or
+not at all: a process that dies loses the block that it was measuring. A collection may go on with more or fewer ranks,
+since rank r also reads the files of ranks r + size, r + 2 size and so on.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,8 +53,8 @@ REFERENCE_SETS = {
     "cpu": _REFERENCE_SET,
     "cuda": tuple(replace(w, batch_size=65_536, rows=2_000_000, distinct_rows=262_144.0) for w in _REFERENCE_SET),
 }
-"""By device, timed beside every set of every collection: its time tells how fast the machine is just then. On CUDA it
-moves gigabytes, so that it takes about a millisecond there as well."""
+"""Set by device that is timed right before every measured set, to tell how fast the machine is then. On CUDA it moves
+gigabytes, to take about a millisecond as well."""
 _BLOCK = re.compile(r"rank(\d+)-(\d+)\.npz")
 
 
@@ -73,27 +71,24 @@ def collect(
     arena: Arena | None = None,
     ranks: Ranks | None = None,
 ) -> CostDataset:
-    """Measure ``sets`` in order, continuing an interrupted collection.
-
-    Several ranks share the sets that are not measured yet, and each writes blocks of its own. A rank that dies loses
-    the block that it was measuring. The same call continues, with any number of ranks.
+    """Measure ``sets`` in order, continuing an interrupted collection; also with another number of ranks.
 
     Args:
         sets: groups, each of which fits one fused kernel.
-        folder: of the measured blocks; made if missing. All its sets must be among ``sets``.
+        folder: record of the measured blocks; made if missing. All its sets must be among ``sets``.
         device: where kernels run.
         threads: intra-op threads.
         repeats: timed runs of each set.
         seed: of indices, lengths and order.
-        seconds: of measuring: one block at least, and the last one as small as what is left of them. 0: only read what
-            was measured.
-        progress: a bar on the first rank's stderr, of the seconds where these are given, else of the sets.
-        block: sets whose repeats are interleaved; as many are measured again after an interruption.
+        seconds: time limit, after one block at least; the last block is as small as the rest of it. 0 only reads the
+            record.
+        progress: show a bar on the first rank's stderr.
+        block: sets whose repeats are interleaved, and that an interruption loses.
         arena: weights to use. Default: one of default size.
-        ranks: the processes that measure, each of which makes this call. Default: this one alone.
+        ranks: processes that measure; all make this call. Default: this process alone.
 
     Returns:
-        All measured sets, in the order of ``sets``; on every rank the same.
+        All measured sets, in the order of ``sets``; the same on every rank.
 
     Raises:
         DatasetError: a block is damaged, or of other sets, repeats, seed or hardware.
@@ -105,12 +100,12 @@ def collect(
     if block < 1 or repeats < 1:
         raise TaskError(f"block and repeats must be at least 1, got {block} and {repeats}")
     deadline = math.inf if seconds is None else time.monotonic() + seconds
-    sets = [[as_measured(workload) for workload in group] for group in sets]  # as files have them
+    sets = [[as_measured(workload) for workload in group] for group in sets]  # as files hold them
     ranks = ranks or Ranks()
     hardware = describe_hardware(device, threads)
     cores = ranks.cores() if hardware["device"] == "cpu" else None
     with ExitStack() as stack, pinned(threads, cores):
-        blocks = MeasuredBlocks(folder, sets, repeats, hardware, seed, ranks, stack)
+        blocks = _Blocks(Path(folder), sets, repeats, hardware, seed, ranks, stack)
         todo = ranks.share(blocks.missing)
         done = len(sets) - len(blocks.missing)
         if progress and ranks.leads and done:
@@ -129,10 +124,10 @@ def collect(
                     start += len(positions)
                     kernels = [FusedKernel(sets[position], device, seed, own_arena) for position in positions]
                     order = torch.Generator().manual_seed(seed + positions[0])
-                    block_samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
-                    blocks.append(positions, block_samples)
-                    note = pace.note(block_samples)
-                    advance(note, len(positions) if seconds is None else pace.step_seconds)
+                    samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
+                    blocks.append(positions, samples)
+                    note, block_seconds = pace.note(samples)
+                    advance(note, len(positions) if seconds is None else block_seconds)
             if arena is None:
                 own_arena.release()
 
@@ -141,54 +136,38 @@ def collect(
 
 
 class _Pace:
-    """Sets per second, the median spread of the repeats so far, and what was launch-bound."""
+    """Speed of one rank, spread of the repeats, and share of launch-bound runs."""
 
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
         self._spreads: list[float] = []
         self._launch_bound = 0.0
-        self.step_seconds = 0.0
-        """Of the latest block."""
 
     def sets_in(self, seconds: float, most: int) -> int:
-        """How many sets that time suffices for: from one to ``most``, which is also where none was measured yet."""
+        """Return how many sets fit into some seconds, from 1 to ``most``; ``most`` if the speed is unknown."""
         if seconds == math.inf or not self._spreads:
             return most
-        taken = self._last - self._start
-        return max(1, min(most, int(seconds * len(self._spreads) / taken)))
+        return max(1, min(most, int(seconds * len(self._spreads) / (self._last - self._start))))
 
-    def note(self, block: Sequence[Samples]) -> str:
-        """Of all blocks up to this one."""
+    def note(self, block: Sequence[Samples]) -> tuple[str, float]:
+        """Return a note on all blocks up to this one, and the seconds of this one."""
         now = time.monotonic()
-        self.step_seconds, self._last = now - self._last, now
+        block_seconds, self._last = now - self._last, now
         self._spreads += [float(samples.spread.mean()) for samples in block]
         self._launch_bound += sum(samples.launch_bound for samples in block)
-        rate = len(self._spreads) / (now - self._start)
-        waiting = self._launch_bound / len(self._spreads)
+        rate, waiting = len(self._spreads) / (now - self._start), self._launch_bound / len(self._spreads)
         launch_bound = f", {waiting:.1%} of the runs launch-bound" if waiting else ""
-        return f"{rate:.1f} sets/s, spread of repeats {statistics.median(self._spreads):.1%}{launch_bound}"
+        spread = statistics.median(self._spreads)
+        return f"{rate:.1f} sets/s, spread of repeats {spread:.1%}{launch_bound}", block_seconds
 
 
-class MeasuredBlocks:
-    """All blocks of one collection, as one rank sees them; made by all ranks together.
-
-    Args:
-        folder: holds the blocks; made if missing.
-        sets: to be measured.
-        repeats: timed runs of each set.
-        hardware: of this rank.
-        seed: of the collection.
-        ranks: processes that collect.
-        stack: unlocks this rank's part of the folder at its end.
-
-    Raises:
-        DatasetError: a block is damaged, or of other sets, repeats, seed or hardware; or another process collects
-            into the folder.
-    """
+class _Blocks:
+    """Blocks of one collection on one rank; all ranks make it together, and lock their parts of the folder until the
+    stack ends."""
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: Path,
         sets: Sequence[Sequence[Workload]],
         repeats: int,
         hardware: Hardware,
@@ -196,18 +175,18 @@ class MeasuredBlocks:
         ranks: Ranks,
         stack: ExitStack,
     ) -> None:
-        self._folder, self._sets, self._repeats = Path(folder), sets, repeats
+        self._folder, self._sets, self._repeats = folder, sets, repeats
         self._hardware, self._seed, self._ranks = hardware, seed, ranks
         self._blocks: list[CostDataset] = []
-        self._number = 0
-        places = self._places(ranks.gather(partial(self._read_blocks, stack)))
+        self._number = 0  # of the next block
+        places = self._places(ranks.gather(lambda: self._read(stack)))
         self._positions = places[ranks.rank]
         measured = {position for positions in places for position in positions}
         self.missing = [position for position in range(len(sets)) if position not in measured]
-        """Indices of the sets that no rank has measured yet."""
+        """Indices of the sets that no rank has measured."""
 
-    def _read_blocks(self, stack: ExitStack) -> list[tuple[Workload, ...]]:
-        """Lock this rank's part of the folder and read its blocks; returns their sets."""
+    def _read(self, stack: ExitStack) -> list[tuple[Workload, ...]]:
+        """Lock this rank's part of the folder, read its blocks, and return their sets."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(open_locked(self._folder / f"rank{self._ranks.rank}.lock"))
@@ -215,42 +194,38 @@ class MeasuredBlocks:
             raise DatasetError(str(error)) from error
         except OSError as error:
             raise DatasetError(f"{self._folder}: cannot be written: {error.strerror or error}") from error
-        found = [(path, _BLOCK.fullmatch(path.name)) for path in sorted(self._folder.iterdir())]
-        for path, rank, number in [(path, int(match[1]), int(match[2])) for path, match in found if match]:
-            self._number = max(self._number, number + 1)
-            if rank % self._ranks.size == self._ranks.rank:
-                self._blocks.append(self._checked(path))
+        for path in sorted(self._folder.iterdir()):
+            if (match := _BLOCK.fullmatch(path.name)) is None:
+                continue
+            self._number = max(self._number, int(match[2]) + 1)
+            if int(match[1]) % self._ranks.size != self._ranks.rank:
+                continue
+            block = CostDataset.load(path)
+            require_same_hardware(path, block.hardware, self._hardware)
+            if block.seed != self._seed:
+                raise DatasetError(
+                    f"{path}: collected with seed {block.seed}, asked for {self._seed}; use another folder"
+                )
+            if block.repeats != self._repeats:
+                raise DatasetError(f"{path}: holds {block.repeats} repeats of each set, asked for {self._repeats}")
+            self._blocks.append(block)
         return [tuple(group) for block in self._blocks for group in block.sets]
 
-    def _checked(self, path: Path) -> CostDataset:
-        block = CostDataset.load(path)
-        require_same_hardware(path, block.hardware, self._hardware)
-        if block.seed != self._seed:
-            raise DatasetError(f"{path}: collected with seed {block.seed}, asked for {self._seed}; use another folder")
-        if block.repeats != self._repeats:
-            raise DatasetError(f"{path}: holds {block.repeats} repeats of each set, asked for {self._repeats}")
-        return block
-
     def _places(self, of_ranks: Sequence[Sequence[tuple[Workload, ...]]]) -> list[list[int]]:
-        """Index of each measured set, by rank. Of equal sets, the first one measured is the first one asked for."""
+        """Return the index of each measured set, by rank; equal sets take their places in order."""
         open_places: dict[tuple[Workload, ...], deque[int]] = {}
         for position, group in enumerate(self._sets):
             open_places.setdefault(tuple(group), deque()).append(position)
         try:
             return [[open_places[group].popleft() for group in groups] for groups in of_ranks]
         except (KeyError, IndexError):
-            measured = sum(map(len, of_ranks))
             raise DatasetError(
-                f"{self._folder}: its {measured} sets are not all among the {len(self._sets)} asked for. Continue with "
-                "the same tables, seed and options, use another folder, or delete this one."
+                f"{self._folder}: its {sum(map(len, of_ranks))} sets are not all among the {len(self._sets)} asked "
+                "for. Continue with the same tables, seed and options, use another folder, or delete this one."
             ) from None
 
     def append(self, positions: Sequence[int], samples: Sequence[Samples]) -> None:
-        """Write a block of missing sets; it is on disk on return.
-
-        Raises:
-            DatasetError: the block cannot be written; those before it are kept.
-        """
+        """Write a block; raises DatasetError if it cannot be written."""
         sets = [self._sets[position] for position in positions]
         times = [one.samples_ms.tolist() for one in samples]
         references = [one.reference_ms.tolist() for one in samples if one.reference_ms is not None]
@@ -264,11 +239,7 @@ class MeasuredBlocks:
         self._positions += positions
 
     def dataset(self) -> CostDataset:
-        """All blocks of all ranks, in the order of the sets.
-
-        Raises:
-            DatasetError: nothing was measured yet, or not all on one kind of hardware.
-        """
+        """Return all ranks' blocks in the order of the sets; raises DatasetError if there is none."""
         parts = self._ranks.gather(lambda: (self._positions, self._blocks))
         blocks = [block for _, of_rank in parts for block in of_rank]
         if not blocks:

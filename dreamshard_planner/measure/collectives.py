@@ -1,15 +1,13 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Measure the collectives around embedding kernels between real ranks, and fit latency and bandwidths.
+"""Measure collectives between real ranks, and fit latency and bandwidths.
 
     torchrun --nproc_per_node=2 -m dreamshard_planner.measure.collectives --out collectives.json
 
-NCCL where each rank has a GPU, else gloo, on any core, as torchrun leaves ranks: with a rank's threads all on one core,
-gloo's wait for its others there until the next tick of the scheduler. The all-to-all is that of pooled embeddings, its
-splits even, or skewed so that one rank sends most; reduce-scatter and all-gather are those of row-wise tables,
-all-reduce that of data-parallel ones. Lookups are exchanged by TorchRec's own modules, with all that these do before
-and after; bucketing sorts ids into blocks of rows. A sample is the time of the slowest rank. A payload's time is the
-mean of its repeats without the slowest and fastest tenth: on CPUs an exchange takes 0.2 ms or a tick of the scheduler
-more, steps pay the mean of that, and a median is one or the other by chance.
+Uses NCCL if each rank has a GPU, else gloo on any core: pinned to one core, gloo waits for a tick of the scheduler. The
+all-to-all is that of pooled embeddings, with even splits, or skewed so that one rank sends most. Reduce-scatter and
+all-gather are those of row-wise tables, all-reduce that of data-parallel ones. TorchRec's own modules exchange lookups;
+bucketing sorts ids into blocks of rows. A sample is the time of the slowest rank. A payload's time is the mean of its
+repeats without the slowest and fastest tenth: on CPUs an exchange takes 0.2 ms or a tick more, and steps pay the mean.
 
 Shapes: P payloads, R repeats.
 """
@@ -19,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,23 +48,20 @@ from dreamshard_planner.support.files import brief, check_writable, read_json, w
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))
-"""Bytes of an all-to-all from one rank to one peer, of what a rank keeps of a reduce-scatter, of an n-th of an
-all-reduce, of what a rank gives to an all-gather, of lookups that it gets of one peer, and of its own ids that it
-sorts."""
+"""Bytes between two ranks: of an all-to-all, a rank's part of a reduce-scatter, all-reduce or all-gather, lookups from
+one peer; of bucketing, a rank's own ids."""
 SKEWS = (1.0, 0.5, 0.25, 0.0)
-"""What all ranks but the first send in an all-to-all, as a share of what it sends."""
+"""Share of the first rank's bytes that each other rank sends in an all-to-all."""
 LOOKUP_SKEWS = (1.0, 0.0)
-"""The same of lookups that they get: evenly, and all for the tables of one rank."""
-FEATURES, LOOKUPS_PER_SAMPLE, ROWS = 4, 10, 100_000
-"""Of the tables of a rank."""
+"""Share of the first rank's lookups that each other rank gets."""
+FEATURES, LOOKUPS_PER_SAMPLE, ROWS = 4, 10, 100_000  # of the tables of a rank
 WARMUP = 2
-TRIMMED = 0.1
-"""The share of the repeats left out at either end."""
+TRIMMED = 0.1  # share of the repeats left out at either end
 
 
 @dataclass(frozen=True)
 class Payload:
-    """One thing to measure."""
+    """One exchange to measure."""
 
     operation: str
     """One of :data:`~dreamshard_planner.cost.collectives.OPERATIONS` or :data:`~.LOOKUPS`."""
@@ -73,14 +69,14 @@ class Payload:
     skew: float = 1.0
 
     def sends(self, world_size: int, bag_more_bytes: float = 0.0) -> list[int]:
-        """Bytes that each rank gives each other rank; of lookups, that it gets, each bag with ``bag_more_bytes``."""
+        """Return the bytes that each rank sends each other rank, or gets of lookups with ``bag_more_bytes`` a bag."""
         bag = self._bag_bytes + bag_more_bytes
         size = self.size_bytes if self.operation in OPERATIONS else round(self.samples * FEATURES * bag)
         return [size, *[round(size * self.skew)] * (world_size - 1)]
 
     @property
     def samples(self) -> int:
-        """Of a rank's batch of lookups."""
+        """Samples of a rank's batch of lookups."""
         return max(bool(self.size_bytes), round(self.size_bytes / (FEATURES * self._bag_bytes)))
 
     @property
@@ -88,7 +84,7 @@ class Payload:
         return LOOKUPS_PER_SAMPLE * INDEX_BYTES + (LENGTH_BYTES if self.operation == "lookups" else 0)
 
     def moved_bytes(self, world_size: int, device: str) -> tuple[float, float]:
-        """What a :class:`CollectiveModel` counts: the most that any rank sends or receives, and all ranks' sum."""
+        """Return the most bytes that any rank sends or receives, and all ranks' sum, as :class:`CollectiveModel`."""
         if self.operation == "bucketing":  # by itself
             return 0.0, self.samples * FEATURES * INDEX_BYTES * (LOOKUPS_PER_SAMPLE + SORTED_BAG * world_size)
         sends = torch.tensor(self.sends(world_size, bag_bytes(device)), dtype=torch.float64)
@@ -106,26 +102,24 @@ PAYLOADS = tuple(
 
 @dataclass(frozen=True)
 class MeasuredCollectives:
-    """What was measured on one process group."""
+    """Measured times and fits of one process group."""
 
     backend: str
     world_size: int
     hardware: dict[str, Any]
     fits: dict[str, CollectiveFit]
-    """By operation."""
     samples_ms: tuple[tuple[str, int, float, float], ...]
     """Operation, bytes, skew and milliseconds of each payload."""
     hosts: int = 1
-    """That the ranks were on."""
     revision: int = REVISION
 
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint keeps: all but the samples."""
+        """Return all but the samples, for checkpoints."""
         return {key: value for key, value in asdict(self).items() if key != "samples_ms"}
 
     @classmethod
     def load(cls, path: Path) -> MeasuredCollectives:
-        """From the file that the command wrote; raises ``DreamShardError`` with its name where it is something else."""
+        """Read the file that the command wrote; raises ``DreamShardError`` with its name for any other."""
         document = read_json(path, DreamShardError)
         try:
             fits = fits_of(document)
@@ -137,13 +131,13 @@ class MeasuredCollectives:
 def measure(
     device: torch.device, repeats: int = 31, local_world_size: int | None = None, seconds: float = math.inf
 ) -> MeasuredCollectives:
-    """Time all payloads on the initialised process group, interleaved, and fit; on every rank the same result.
+    """Time all payloads on the initialised process group, interleaved, and fit; every rank gets the same result.
 
     Args:
         device: of this rank.
         repeats: of each payload, at most.
         local_world_size: ranks on a host. Default: all of them.
-        seconds: stop after the first repeat that ends later than this; the same on all ranks.
+        seconds: stop after the first repeat that ends later; the same on all ranks.
     """
     deadline = time.monotonic() + seconds
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -155,8 +149,11 @@ def measure(
         order = torch.randperm(len(PAYLOADS), generator=generator).tolist()
         timed = {index: _one(PAYLOADS[index], rank, world_size, device) for index in order}
         times.append([timed[index] for index in range(len(PAYLOADS))])
-        if len(times) > WARMUP and math.isfinite(seconds) and _any_rank(time.monotonic() > deadline, device):
-            break
+        if len(times) > WARMUP and math.isfinite(seconds):
+            late_1 = torch.tensor([float(time.monotonic() > deadline)], device=device)
+            dist.all_reduce(late_1, op=dist.ReduceOp.MAX)
+            if late_1:
+                break
     times_RP = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(times_RP, op=dist.ReduceOp.MAX)
     times_RP = times_RP[WARMUP:].cpu()
@@ -186,45 +183,32 @@ def measure(
     return results[0]
 
 
-def _any_rank(flag: bool, device: torch.device) -> bool:
-    flag_1 = torch.tensor([float(flag)], device=device)
-    dist.all_reduce(flag_1, op=dist.ReduceOp.MAX)
-    return bool(flag_1)
-
-
 # One collective, renamed in torch 2.13.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> float:
-    """Milliseconds of one collective on this rank."""
+    """Return milliseconds of one collective on this rank."""
     if payload.operation in LOOKUPS:
         return _lookups(payload, world_size, device)
     sends = [size // 4 for size in payload.sends(world_size)]
-    if payload.operation == "all_to_all":
-        inputs = [sends[rank] if peer != rank else 0 for peer in range(world_size)]
-        outputs = [sends[peer] if peer != rank else 0 for peer in range(world_size)]
-    elif payload.operation == "all_gather":
-        inputs, outputs = [sends[rank]], sends
-    elif payload.operation == "all_reduce":
-        inputs, outputs = [], sends
-    else:
-        inputs, outputs = sends, [sends[rank]]
-    send, receive = torch.ones(sum(inputs), device=device), torch.zeros(sum(outputs), device=device)
-    start = _together(device)
-    if payload.operation == "all_to_all":
-        dist.all_to_all_single(receive, send, outputs, inputs)
-    elif payload.operation == "reduce_scatter":
-        _reduce_scatter(receive, send)
-    elif payload.operation == "all_gather":
-        dist.all_gather_into_tensor(receive, send)
-    else:
-        dist.all_reduce(receive)
-    return _since(start, device)
+    inputs = [sends[rank] if peer != rank else 0 for peer in range(world_size)]
+    outputs = [sends[peer] if peer != rank else 0 for peer in range(world_size)]
+    elements, one, every = {"all_to_all": (sum(inputs), sum(outputs))}, sends[rank], sum(sends)
+    elements |= {"all_gather": (one, every), "reduce_scatter": (every, one), "all_reduce": (0, every)}
+    sent, received = elements[payload.operation]
+    send, receive = torch.ones(sent, device=device), torch.zeros(received, device=device)
+    run: dict[str, Callable[[], Any]] = {
+        "all_to_all": lambda: dist.all_to_all_single(receive, send, outputs, inputs),
+        "reduce_scatter": lambda: _reduce_scatter(receive, send),
+        "all_gather": lambda: dist.all_gather_into_tensor(receive, send),
+        "all_reduce": lambda: dist.all_reduce(receive),
+    }
+    return _timed(run[payload.operation], device)
 
 
 def _lookups(payload: Payload, world_size: int, device: torch.device) -> float:
-    """The same of a batch of lookups, until the ranks that compute them have them in order; or of sorting its ids."""
+    """Return milliseconds until the ranks that compute a batch of lookups have them in order; or of sorting its ids."""
     features = [FEATURES, *[round(FEATURES * payload.skew)] * (world_size - 1)]
     sorting = payload.operation == "bucketing"
     exchanged = _batch(sum(features), 1 if sorting else payload.samples, device)
@@ -233,32 +217,32 @@ def _lookups(payload: Payload, world_size: int, device: torch.device) -> float:
     order = list(range(sum(features)))
     order_tensor = torch.tensor(order, dtype=torch.int32, device=device)
     exchange = KJTAllToAll(pg=dist.group.WORLD, splits=features)
-    start = _together(device)
-    if own is not None:
-        bucketize_kjt_before_all2all(own, num_buckets=world_size, block_sizes=block_sizes)
-    # A module brings its features into the order of the ranks that hold their tables.
-    exchange(exchanged.permute(order, order_tensor)).wait().wait()
-    return _since(start, device)
+
+    def run() -> None:
+        if own is not None:
+            bucketize_kjt_before_all2all(own, num_buckets=world_size, block_sizes=block_sizes)
+        # A module brings its features into the order of the ranks that hold their tables.
+        exchange(exchanged.permute(order, order_tensor)).wait().wait()
+
+    return _timed(run, device)
 
 
 def _batch(features: int, samples: int, device: torch.device) -> KeyedJaggedTensor:
-    """Of random lookups."""
+    """Return a batch of random lookups."""
     lengths = torch.full((features * samples,), LOOKUPS_PER_SAMPLE, dtype=torch.int32, device=device)
     ids = torch.randint(ROWS, (len(lengths) * LOOKUPS_PER_SAMPLE,), device=device)
     return KeyedJaggedTensor.from_lengths_sync([f"f{index}" for index in range(features)], ids, lengths)
 
 
-def _together(device: torch.device) -> int:
-    """Now, on all ranks, in nanoseconds."""
-    dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
-    if device.type == "cuda":
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    """Start on all ranks together, and return milliseconds until this one's device is done."""
+    cuda = device.type == "cuda"
+    dist.barrier(device_ids=[device.index] if cuda else None)
+    if cuda:
         torch.cuda.synchronize(device)
-    return time.perf_counter_ns()
-
-
-def _since(start: int, device: torch.device) -> float:
-    """Milliseconds, until the device is done."""
-    if device.type == "cuda":
+    start = time.perf_counter_ns()
+    run()
+    if cuda:
         torch.cuda.synchronize(device)
     return (time.perf_counter_ns() - start) * 1e-6
 

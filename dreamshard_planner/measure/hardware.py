@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a measurement ran on."""
+"""Describe the hardware and libraries of a measurement."""
 
 from __future__ import annotations
 
@@ -17,21 +17,14 @@ from dreamshard_planner.environment import FBGEMM, TORCHREC, installed, torch_li
 from dreamshard_planner.errors import DreamShardError
 
 CPU_NAME_VARIABLE = "DREAMSHARD_CPU_NAME"
-"""Environment variable that names this machine's CPU: where the system hides or varies it, or to plan as on another."""
-
+"""Environment variable that names this machine's CPU, if the system hides or varies it, or to plan as on another."""
 REFERENCE = "reference"
 """Instruction set of FBGEMM in a process that uses none, although the CPU has AVX2."""
-_INSTRUCTION_SETS = ("none", "avx2", "avx512", "avx512_ymm", "avx512_vnni", "avx512_vnni_ymm")
-"""FBGEMM's names, in the order of its numbers."""
+_INSTRUCTION_SETS = ("none", "avx2", "avx512", "avx512_ymm", "avx512_vnni", "avx512_vnni_ymm")  # FBGEMM's order
 
 
 def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str | int]:
-    """Device, host and library versions behind a measurement, ready for JSON.
-
-    Args:
-        device: where kernels run.
-        threads: intra-op threads of the kernels.
-    """
+    """Return device, host and library versions for JSON; ``threads`` are the kernels' intra-op threads."""
     device = torch.device(device)
     cpu = _cpu_name()
     description: dict[str, str | int] = {
@@ -40,7 +33,7 @@ def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str
         "threads": threads,
         "cpu": cpu,
         "cores": os.cpu_count() or 1,
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": _physical_bytes(),
         "cache_bytes": _last_level_cache_bytes(),
         "driver": "none",
         **library_versions(),
@@ -92,7 +85,7 @@ def check_kernels(device: torch.device | str) -> None:
 
 
 def library_versions() -> dict[str, str]:
-    """Of Python and of the libraries that compute embeddings, by name."""
+    """Return versions of Python and of the libraries that compute embeddings, by name."""
     return {
         "torch": torch.__version__,
         "fbgemm": installed(*FBGEMM.packages) or "unknown",
@@ -101,21 +94,25 @@ def library_versions() -> dict[str, str]:
     }
 
 
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def total_bytes() -> int:
-    """Memory of this host, as far as this process's cgroup may have it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the memory of this host that this process's cgroup may use."""
+    total = _physical_bytes()
     limit = Path("/sys/fs/cgroup/memory.max")
     allowed = limit.read_text().strip() if limit.exists() else "max"
     return total if allowed == "max" else min(total, int(allowed))
 
 
 def hardware_name(hardware: Mapping[str, Any]) -> str:
-    """Processor and threads, for people."""
+    """Return processor and threads for people."""
     return f"{hardware.get('name', hardware.get('device', '?'))}, {hardware.get('threads', '?')} thread(s)"
 
 
 def _cpu_name() -> str:
-    """As the user says; else model name with family and model numbers: clouds often hide the rest of the name."""
+    """Return the user's name of the CPU, else its model name with numbers, since clouds hide parts of the name."""
     if given := os.environ.get(CPU_NAME_VARIABLE):
         return given
     path = Path("/proc/cpuinfo")
@@ -128,7 +125,7 @@ def _cpu_name() -> str:
 
 
 def _last_level_cache_bytes() -> int:
-    """Largest cache of core 0, or 0 where the system does not tell."""
+    """Return the size of core 0's largest cache; 0 if unknown."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = (path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)

@@ -1,14 +1,14 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""One fused FBGEMM kernel, as TorchRec would build it for a group of shards, ready to be run and timed.
+"""A fused FBGEMM kernel for a group of shards, as TorchRec builds it, ready to be run and timed.
 
-Building a kernel the plain way costs more than running it: weights are allocated and zeroed, indices drawn.
-An :class:`Arena` does both once. Its weights are one buffer, touched in advance, and every table of every kernel
-is a window of it. Windows of one kernel may overlap when its tables are larger than the arena together: only the
-rows that are looked up are ever touched, a small share of any table. Before each run the windows move to
-random places, so that no run finds the rows that an earlier one left in a cache. Indices are drawn once
-per table and batch size, then shared by all kernels that hold this table.
+Building a kernel takes longer than running it: weights are allocated and zeroed, indices drawn. An :class:`Arena` does
+both once. Its weights are one buffer, and every table of every kernel is a window of it. Windows of a kernel overlap if
+its tables are larger than the arena together: kernels touch only the rows that they look up, a small share of a table.
+Before each run the windows move to random places, so that no run finds rows in a cache. Indices are drawn once per
+table and batch size.
 
-Shape letters: L lookups of a kernel, F features, B batch, O outputs (vectors x dim), T tables, N elements, M moves.
+Shapes: L lookups of a kernel, F features, B batch, O outputs (vectors x dim), T tables, N elements, M moves, K reuse
+bins, R distinct rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from dreamshard_planner.workload.reuse import BIN_UPPER, NUM_REUSE_BINS, TOP_COU
 from dreamshard_planner.workload.tables import Workload
 
 GROUP_FIELDS = ("batch_size", "weight_bytes", "pooled", "weighted", "optimizer", "memory")
-"""What all shards of one fused kernel have in common."""
+"""Fields in which all shards of a fused kernel agree."""
 
 _OPTIMIZER = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -40,16 +42,18 @@ _OPTIMIZER = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "other": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
-"""Those that are measured; what is not known is costed like row-wise Adagrad, and measured so."""
+"""Measured optimizers; unknown ones are costed like row-wise Adagrad."""
 _PRECISION: dict[float, SparseType] = {4: SparseType.FP32, 2: SparseType.FP16}
-_ALIGN = 64  # elements: every window starts on a cache line of its own, like an allocation of its own
+_ALIGN = 64  # elements: every window starts on a cache line of its own
 _LEARNING_RATE = 1e-3  # small: thousands of updates of one buffer must not overflow
 _ARENA_BYTES = 2 << 30
 _INDEX_BYTES = 1 << 30  # kept; the least recently used go first
 _MOVES_AT_ONCE = 32
-
+_INPUT_FIELDS = attrgetter(
+    "name", "rows", "batch_size", "num_features", "pooling_factor", "distinct_rows", "reuse_histogram"
+)
 _Starts = tuple[list[int], Tensor]
-"""Where windows of tables begin, and of features on the device."""
+"""First elements of the windows by table, and by feature on the device."""
 
 
 class Arena:
@@ -57,9 +61,9 @@ class Arena:
 
     Args:
         device: where kernels run.
-        size_bytes: of the weight buffer, one for each weight precision in use. Must exceed the last-level cache
-            many times, or runs find warm rows. Adagrad's states take as much again. Default: 2 GiB on CPU, a sixth of
-            the card's memory on CUDA.
+        size_bytes: of the weight buffer, one for each weight precision in use. Must exceed the last-level cache many
+            times, or runs find warm rows. Adagrad's states take as much again. Default: 2 GiB on a CPU, a sixth of a
+            GPU's memory.
         seed: of the random windows.
     """
 
@@ -70,26 +74,21 @@ class Arena:
             size_bytes = torch.cuda.get_device_properties(self.device).total_memory // 6 if on_cuda else _ARENA_BYTES
         self.size_bytes = size_bytes
         self._generator = torch.Generator().manual_seed(seed)
-        self._weights: dict[torch.dtype, Tensor] = {}
-        self._states_N = torch.zeros(0, device=self.device)
-        self._noise_N = torch.zeros(0, device=self.device)
-        self._indices: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
-        self._index_bytes_held = 0
+        self.release()
 
     def release(self) -> None:
-        """Give all memory back, to the device as well; what is used again is made again. Kernels of this arena keep
-        theirs alive."""
-        self._weights.clear()
+        """Free all memory that no kernel holds; the arena makes it again on demand."""
+        self._weights: dict[torch.dtype, Tensor] = {}
         self._states_N = self._noise_N = torch.zeros(0, device=self.device)
-        self._indices.clear()
+        self._indices: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
         self._index_bytes_held = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
-        """The weight buffer [N] of one precision, filled on first use."""
+        """Return the weight buffer [N] of one precision."""
         if dtype not in self._weights:
-            # One page-sized pattern, written everywhere: touches every page without gigabytes of random numbers.
+            # A repeated pattern touches every page without gigabytes of random numbers.
             pattern = torch.empty(1 << 20, device=self.device, dtype=torch.float32)
             pattern.uniform_(-0.05, 0.05, generator=torch.Generator(self.device).manual_seed(0))
             count = -(-self.size_bytes // (dtype.itemsize * pattern.numel()))
@@ -97,34 +96,21 @@ class Arena:
         return self._weights[dtype]
 
     def states(self, elements: int) -> Tensor:
-        """A buffer [N] of at least ``elements`` optimizer states, and of an eighth of the arena's bytes."""
+        """Return a buffer [N] of at least ``elements`` optimizer states, and of an eighth of the arena's bytes."""
         if self._states_N.numel() < elements:
             self._states_N = torch.full((max(elements, self.size_bytes // 32),), 0.01, device=self.device)
         return self._states_N
 
     def noise(self, elements: int) -> Tensor:
-        """[elements] fixed random numbers in [-0.5, 0.5): gradients and per-sample weights."""
+        """Return fixed random numbers [elements] in [-0.5, 0.5), for gradients and per-sample weights."""
         if self._noise_N.numel() < elements:
             noise_N = torch.empty(elements + elements // 2, device=self.device)
             self._noise_N = noise_N.uniform_(-0.5, 0.5, generator=torch.Generator(self.device).manual_seed(1))
         return self._noise_N[:elements]
 
     def inputs(self, workload: Workload, rows: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Indices [L] and lengths [F * B] of one workload, drawn on the device, once.
-
-        ``rows`` is what the arena holds of the table; larger tables are folded into it.
-        """
-        key = (
-            workload.name,
-            workload.rows,
-            rows,
-            workload.batch_size,
-            workload.num_features,
-            workload.pooling_factor,
-            workload.distinct_rows,
-            workload.reuse_histogram,
-            seed,
-        )
+        """Return a workload's indices [L] and lengths [F * B], drawn on the device once, folded into ``rows``."""
+        key = (*_INPUT_FIELDS(workload), rows, seed)
         if key in self._indices:
             self._indices.move_to_end(key)
             return self._indices[key]
@@ -140,29 +126,29 @@ class Arena:
         return entry
 
     def windows(self, sizes: Sequence[int], capacity: int) -> list[int]:
-        """Random starts for windows of ``sizes`` elements in a buffer of ``capacity``.
+        """Return random starts for windows of ``sizes`` elements in a buffer of ``capacity``.
 
-        They lie one after another in a random place where they fit together, else each in a place of its own.
+        The windows follow each other if they fit together; else each lies anywhere.
         """
-        padded = [-(-size // _ALIGN) * _ALIGN for size in sizes]
+        padded = list(map(_aligned, sizes))
         total = sum(padded)
         share_T = torch.rand(len(sizes), generator=self._generator, dtype=torch.float64).tolist()
         if total <= capacity:
             start = int(share_T[0] * ((capacity - total) // _ALIGN + 1)) * _ALIGN
-            starts = [start]
-            for size in padded[:-1]:
-                starts.append(starts[-1] + size)
-            return starts
+            return list(accumulate(padded[:-1], initial=start))
         return [
             int(share * ((capacity - size) // _ALIGN + 1)) * _ALIGN for share, size in zip(share_T, sizes, strict=True)
         ]
 
 
-def draw_inputs(workload: Workload, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Indices [L] and lengths [F * B] that follow a workload's histogram and pooling factor, on the generator's device.
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
-    The lookups are spread over features evenly and over samples at random (Poisson-like lengths); at least one
-    lookup is drawn where the workload has any.
+
+def draw_inputs(workload: Workload, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw indices [L] and lengths [F * B] by a workload's histogram and pooling factor, on the generator's device.
+
+    Lookups spread evenly over features, and at random over samples. A workload with lookups gets at least one.
     """
     features, batch = workload.num_features, workload.batch_size
     lookups = max(1, round(workload.lookups)) if workload.lookups > 0 else 0
@@ -186,14 +172,14 @@ def draw_indices(
     generator: torch.Generator,
     distinct_rows: float | None = None,
 ) -> Tensor:
-    """Random indices, int64 [lookups], that realise a histogram as far as integers allow; on the generator's device.
+    """Draw indices, int64 [lookups], that realise a histogram as far as integers allow, on the generator's device.
 
     Args:
-        histogram: shares of distinct rows, [K].
+        histogram: shares [K] of distinct rows.
         rows: of the table.
         lookups: indices to draw.
         generator: source of randomness.
-        distinct_rows: by default, lookups over the histogram's mean reuse.
+        distinct_rows: default: lookups over the histogram's mean reuse.
     """
     device = generator.device
     if lookups <= 0:
@@ -202,12 +188,9 @@ def draw_indices(
     if distinct_rows is None:
         distinct_rows = lookups / float(mean_reuse(share_K[None]).clamp_min(1.0))
     distinct = max(1, min(round(distinct_rows), rows, lookups))
-    share_K = (
-        share_K / share_K.sum()
-        if share_K.sum() > 0
-        else torch.eye(NUM_REUSE_BINS, dtype=torch.float64, device=device)[0]
-    )
-    edge_K = (share_K.cumsum(0) * distinct).round()
+    if not share_K.any():
+        share_K[0] = 1.0
+    edge_K = (share_K.cumsum(0) / share_K.sum() * distinct).round()
     edge_K[-1] = distinct
     per_bin_K = edge_K.diff(prepend=edge_K.new_zeros(1)).clamp_min(0).long()
     lower_K = torch.tensor((1, *(edge + 1 for edge in BIN_UPPER)), device=device)
@@ -230,7 +213,7 @@ def draw_indices(
 
 
 def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Tensor:
-    """Change counts, within their bins while that suffices, until they sum to ``total`` >= R; int64 [R]."""
+    """Change counts until they sum to ``total`` >= R, within their bins if possible; int64 [R]."""
     for _ in range(4):
         lacking = total - count_R.sum()
         room_R = (high_R - count_R) if lacking > 0 else (count_R - low_R)
@@ -240,7 +223,7 @@ def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Te
         count_R = count_R + lacking.sign() * (room_R * share).floor()
     count_R, low_R, high_R = count_R.long(), low_R.long(), high_R.long()
     while (missing := total - int(count_R.sum())) != 0:
-        # Evenly, from the rows read most, whose bins are wide; out of their bins only if all are full.
+        # Evenly over the rows read most, whose bins are wide; beyond bins only if all are full.
         step = 1 if missing > 0 else -1
         room_R = (high_R - count_R if missing > 0 else count_R - low_R).clamp_min(0)
         if not room_R.any():
@@ -252,15 +235,14 @@ def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Te
 
 
 class _WindowedTBE(SplitTableBatchedEmbeddingBagsCodegen):
-    """FBGEMM's fused module on buffers that somebody else owns: it allocates no weights and no states."""
+    """FBGEMM's fused module on an arena's buffers, without weights and states of its own."""
 
     def _apply_split(self, split: SplitState, prefix: str, dtype: torch.dtype, **kwargs: Any) -> None:
-        # Sizes of zero make the module allocate nothing; use_window() then gives it the real buffers.
+        # Sizes of zero allocate nothing; use_window() sets the real buffers.
         super()._apply_split(split._replace(dev_size=0, host_size=0), prefix, dtype, **kwargs)
 
     def use_window(self, prefix: str, buffer_N: Tensor, starts: list[int], offsets_F: Tensor) -> None:
-        """Let table t's weights (or states) begin at element ``starts[t]`` of the buffer; ``offsets_F`` says it for
-        features, on the device."""
+        """Begin each table's weights (or states) at its start in the buffer; ``offsets_F`` has starts by feature."""
         on_host = self.use_cpu
         name = f"{prefix}_host" if on_host else f"{prefix}_dev"
         if getattr(self, name).data_ptr() != buffer_N.data_ptr():
@@ -271,13 +253,12 @@ class _WindowedTBE(SplitTableBatchedEmbeddingBagsCodegen):
 
 
 class FusedKernel:
-    """The fused kernel of one group of shards, forward and backward with the fused optimizer.
+    """A fused kernel of a group of shards: forward, and backward with the fused optimizer.
 
     Args:
-        workloads: the group, at least one; all with the same batch size, weight bytes, pooling, weighting
-            and optimizer (and dim, where sequences are looked up).
-        device: where to run it.
-        seed: of the indices and lengths; the same table has the same ones in every kernel of an arena.
+        workloads: at least one, equal in :data:`GROUP_FIELDS`; sequences also in dim.
+        device: where to run.
+        seed: of indices and lengths; a table has the same ones in every kernel of an arena.
         arena: shared buffers. Default: a private one that just holds the tables, whose rows may stay in cache.
 
     Raises:
@@ -296,7 +277,7 @@ class FusedKernel:
         own_bytes = self._dtype.itemsize
         weight_bytes = 4 if self._mirrors else own_bytes  # no more weights than fp32 states fit there
         if arena is None:
-            needed = sum(-(-w.rows * w.dim // _ALIGN) * _ALIGN for w in workloads) * weight_bytes
+            needed = sum(_aligned(w.rows * w.dim) for w in workloads) * weight_bytes
             arena = Arena(self.device, size_bytes=needed)
         self.arena = arena
         self._capacity = arena.weights(self._dtype).numel() * own_bytes // weight_bytes
@@ -332,13 +313,12 @@ class FusedKernel:
         self.move()
 
     def move(self) -> None:
-        """Point the tables at fresh random windows of the arena: the next run finds cold rows."""
+        """Move the tables to random windows of the arena, so that the next run finds cold rows."""
         arena, states_N = self.arena, None
         if any(self._state_sizes):
-            needed = sum(-(-size // _ALIGN) * _ALIGN for size in self._state_sizes)
-            states_N = arena.states(self._capacity if self._mirrors else needed)
+            states_N = arena.states(self._capacity if self._mirrors else sum(map(_aligned, self._state_sizes)))
         if not self._moves:
-            # Copies to a GPU wait for all that is queued there: many moves with one copy.
+            # A copy to a GPU waits for its queue: one copy brings many moves.
             count = 1 if self.device.type == "cpu" else _MOVES_AT_ONCE
             weights = self._windows(self._sizes, self._capacity, count)
             if states_N is None or self._mirrors:  # FBGEMM's CPU kernel finds Adagrad's states where the weights are
@@ -352,19 +332,19 @@ class FusedKernel:
             self.module.use_window("momentum1", states_N, *of_states)
 
     def _windows(self, sizes: list[int], capacity: int, count: int) -> list[_Starts]:
-        """Random starts of tables, and of features on the device, ``count`` times."""
+        """Return ``count`` random starts of all tables, and of features on the device."""
         starts_MT = [self.arena.windows(sizes, capacity) for _ in range(count)]
         offsets = [[starts[table] for table in self.module.feature_table_map] for starts in starts_MT]
         offsets_MF = torch.tensor(offsets, dtype=torch.int64).to(self.device)
         return list(zip(starts_MT, offsets_MF.unbind(), strict=True))
 
     def forward(self) -> Tensor:
-        """Run the forward pass once. Returns the output: [B, sum of F * dim] pooled, [L, dim] for sequences."""
+        """Run the forward pass, and return its output: [B, sum of F * dim] pooled, [L, dim] for sequences."""
         self._output_O = self.module(self.indices_L, self.offsets_FB, self.sample_weights_L)
         return self._output_O
 
     def backward(self) -> None:
-        """Run the backward pass, optimizer included, of the forward pass before it."""
+        """Run the backward pass with the optimizer; each needs its own forward pass."""
         if self._output_O is None:
             raise RuntimeError("backward() needs a forward() before it")
         self._output_O.backward(self.grad_O)

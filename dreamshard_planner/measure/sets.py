@@ -1,15 +1,15 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Draw sets to measure as fused kernels: whole tables, and shards as TorchRec fuses them where it splits tables.
+"""Draw sets to measure as fused kernels: whole tables, and shards as TorchRec fuses them.
 
-Shards are drawn as whole tables, each cut as its sharding type would cut it: column slices, blocks of rows, or both.
-TorchRec computes each sharding type by a kernel of its own, so that all shards of a set are of one type.
+TorchRec computes each sharding type by a kernel of its own, so all shards of a set are cut alike: column slices, blocks
+of rows, or both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -21,57 +21,39 @@ BATCH_SIZES = {
     "cpu": (256, 512, 1024, 2048, 4096),
     "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
 }
-"""Samples that a kernel sees, by device, where minutes have to do: a large batch takes as long as many small ones."""
-
+"""Default samples of a kernel by device; one large batch takes as long as many small ones."""
 MAX_SET_WORK = {"cpu": 180e6, "cuda": 5e9}
-"""Largest :func:`set_work` of a drawn set: about 180 ms, forward and backward, on one 2.6 GHz Zen 4 core; on CUDA, some
-60 tables of dim 64 with 16 lookups in each of 65,536 samples, which any card holds."""
-
+"""Largest :func:`set_work` of a drawn set. On one 2.6 GHz Zen 4 core it takes about 180 ms. On CUDA it is some 60
+tables of dim 64 with 16 lookups in each of 65,536 samples, which any card holds."""
 WORK_SPREAD = 40.0
-"""Largest over smallest limit of drawn sets, log-uniform between. With one limit for all, of 60e6, most of the time
-went into sets near it, and kernels of twice the work had to be extrapolated."""
-
-_LIMITS_SEED_APART = 20_000
-"""Added to the seed of sets for that of their limits: sets are the same without."""
-
-_SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
-"""How much longer a lookup takes there, median over sets measured on that core: FBGEMM's CPU backward pass of
-sequences is slow."""
-
+"""Ratio of the largest to the smallest limit of drawn sets, log-uniform between. One limit for all would put most of
+the time into sets near it."""
+SHARD_SHARE = 0.2
+"""Share of shards among the sets to measure."""
 KINDS = ("column", "row", "grid")
 MAX_ROW_BLOCKS = 128
-MAX_SLICES = 4
-"""Of one table on one device."""
-_ROOM = 8
-"""How much heavier whole tables are drawn than their shards may be."""
-SHARD_SHARE = 0.2
-"""Of the sets to measure. What ships learned from 16 % of shards, and errs on them by more than on whole tables."""
-_SHARDS_SEED_APART = 10_000
-"""Added to the seed of whole tables for that of shards."""
+MAX_SLICES = 4  # of one table on one device
+_SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
+"""Factors on the time of a lookup, medians on that core; FBGEMM's CPU backward pass of sequences is slow."""
+_ROOM = 8  # ratio of the limits of whole tables and of the shards cut from them
+_SHARDS_SEED_APART, _LIMITS_SEED_APART = 10_000, 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMix:
-    """What share of the drawn sets has each attribute; the rest is pooled, unweighted, fp32, SGD, of mixed dims."""
+    """Shares of drawn sets with an attribute; the others are pooled, unweighted, fp32, SGD, and of mixed dims."""
 
     sequence: float = 0.08
     weighted: float = 0.08
-    """Of the pooled sets; sequence lookups take no weights."""
+    """Share of the pooled sets; sequences take no weights."""
     fp16: float = 0.10
     rowwise_adagrad: float = 0.30
     adagrad: float = 0.30
     one_dim: float = 0.25
-    """Of the pooled sets, as many models have it: on GPUs the widest table of a kernel counts for all of them."""
-
-    def __post_init__(self) -> None:
-        for name, share in asdict(self).items():
-            if not 0 <= share <= 1:
-                raise TaskError(f"share of {name} sets must be between 0 and 1, got {share}")
-        if self.rowwise_adagrad + self.adagrad > 1:
-            raise TaskError(f"shares of optimizers exceed 1: {self.rowwise_adagrad} and {self.adagrad}")
+    """Share of the pooled sets. On GPUs the widest table of a kernel counts for all."""
 
     def draw(self, generator: torch.Generator) -> dict[str, int | bool | str]:
-        """Attributes of one set."""
+        """Return attributes of one set."""
         sequence, weighted, fp16, optimizer = torch.rand(4, generator=generator).tolist()
         pooled = sequence >= self.sequence
         return {
@@ -82,17 +64,14 @@ class GroupMix:
             "memory": "device",
         }
 
-    def optimizer(self, share: float) -> str:
-        """By a random share of all sets."""
-        if share < self.rowwise_adagrad:
+    def optimizer(self, uniform: float) -> str:
+        """Return the optimizer for a uniform random number."""
+        if uniform < self.rowwise_adagrad:
             return "rowwise_adagrad"
-        return "adagrad" if share < self.rowwise_adagrad + self.adagrad else "sgd"
+        return "adagrad" if uniform < self.rowwise_adagrad + self.adagrad else "sgd"
 
 
-@lru_cache(maxsize=16)
-def _workloads(tables: tuple[Table, ...], batch_size: int) -> list[Workload]:
-    """Of tables that sets are drawn from again: calibration does so for each optimizer."""
-    return workloads_of(tables, batch_size)
+_workloads = lru_cache(maxsize=16)(workloads_of)  # calibration draws from the same tables for each optimizer
 
 
 def draw_sets(
@@ -105,22 +84,20 @@ def draw_sets(
     max_work: float | None = None,
     device: str = "cpu",
 ) -> list[list[Workload]]:
-    """Random groups to measure.
+    """Draw groups of whole tables to measure.
 
-    Set sizes are log-uniform from 1 to ``max_tables``; batch sizes come from a ladder, each as likely as the
-    others; tables of a set are distinct, and of one dim in a share of the sets and where sequences are looked up.
-    Tables that would carry a set past its limit are left out of it; where none fits, another that does is its only
-    one, else the lightest.
+    Set sizes are log-uniform from 1 to ``max_tables``. Tables of a set are distinct. A table that would carry a set
+    past its limit is left out; if none fits, the set is another one that does, else the lightest.
 
     Args:
-        tables: the pool; its own pooling, weighting, precision, optimizer and memory are replaced by drawn ones.
-        num_sets: how many.
+        tables: the pool; drawn attributes replace its pooling, weighting, precision, optimizer and memory.
+        num_sets: sets to draw; more sets begin with the same ones.
         seed: of everything.
-        batch_sizes: samples that a kernel sees. Default: ``BATCH_SIZES`` of the device.
+        batch_sizes: samples of a kernel. Default: ``BATCH_SIZES`` of the device.
         max_tables: largest set.
         mix: shares of the attributes.
-        max_work: limit of all sets. Default: one of its own for each, up to ``MAX_SET_WORK`` of the device.
-        device: ``cpu`` or ``cuda``: what is to measure the sets.
+        max_work: limit of all sets. Default: a random one for each, up to ``MAX_SET_WORK`` of the device.
+        device: ``cpu`` or ``cuda``.
     """
     batch_sizes = BATCH_SIZES[device] if batch_sizes is None else batch_sizes
     if not tables or not batch_sizes or max_tables < 1:
@@ -138,7 +115,7 @@ def draw_sets(
         size = int(math.exp(size_share * math.log(max_tables + 1)))
         batch = batch_sizes[int(batch_share * len(batch_sizes))]
         attributes, limit = mix.draw(generator), next(limits)
-        # What choosing a dim leaves of the number is random as well: sets of mixed dims are the same without others.
+        # The fraction left by choosing a dim decides whether the set has only that one.
         one_dim_share, chosen = math.modf(dim_share * len(tables))
         dim = tables[int(chosen)].dim
         candidates = range(len(tables)) if attributes["pooled"] else of_dim[dim]
@@ -166,7 +143,7 @@ def draw_sets(
 
 
 def work_limits(max_work: float | None, device: str, seed: int) -> Iterator[float]:
-    """The most :func:`set_work` of one drawn set after the other: ``max_work``, or up to that of the device."""
+    """Yield the limit of :func:`set_work` for one drawn set after the other."""
     generator = torch.Generator().manual_seed(seed + _LIMITS_SEED_APART)
     while True:
         share = torch.rand(1, generator=generator, dtype=torch.float64).item()
@@ -174,10 +151,8 @@ def work_limits(max_work: float | None, device: str, seed: int) -> Iterator[floa
 
 
 def set_work(workloads: Iterable[Workload]) -> float:
-    """What a set costs by rule of thumb, in nanoseconds of the core that :data:`MAX_SET_WORK` names.
-
-    An element of a lookup takes about 1 ns, a lookup as long as 16 elements more.
-    """
+    """Estimate a set's nanoseconds on the core that :data:`MAX_SET_WORK` names: 1 for each element of a lookup, and 16
+    for each lookup."""
     total = 0.0
     for w in workloads:
         slower = 1.0 if w.pooled else _SEQUENCE_WORK
@@ -196,8 +171,8 @@ def draw_mixed_sets(
     device: str = "cpu",
     shard_share: float = SHARD_SHARE,
 ) -> list[list[Workload]]:
-    """Random groups to measure, as planning meets them: whole tables, and spread evenly among them a share of shards.
-    More sets begin with the same ones; the other arguments as in ``draw_sets``."""
+    """Draw groups of whole tables, and evenly among them a share of groups of shards; arguments as in
+    :func:`draw_sets`."""
     if not 0 <= shard_share <= 1:
         raise TaskError(f"share of shards must be between 0 and 1, got {shard_share}")
     cut = [int((place + 1) * shard_share) > int(place * shard_share) for place in range(num_sets)]
@@ -217,11 +192,11 @@ def draw_shard_sets(
     max_work: float | None = None,
     device: str = "cpu",
 ) -> list[list[Workload]]:
-    """Random groups of shards to measure, each of one of ``kinds``; the other arguments as in ``draw_sets``.
+    """Draw groups of shards, each group of one of ``kinds``; other arguments as in :func:`draw_sets`.
 
-    Slices are log-uniformly wide, from 4 columns to half the table, and a device has one to four of a table. Rows are
-    cut into 2 to 128 blocks, log-uniform, as many for all tables of a set; in a third of the sets blocks get more or
-    less than their even share of the lookups, as where frequent ids lie together.
+    Slices are log-uniformly wide, from 4 columns to half the table; a device has one to four of a table. Rows are cut
+    into 2 to 128 blocks, log-uniform, equally many for all tables of a set. In a third of the sets blocks get more or
+    less than an even share of the lookups, as if frequent ids lay together.
     """
     most = _ROOM * (MAX_SET_WORK[device] if max_work is None else max_work)
     whole = draw_sets(tables, num_sets, seed, batch_sizes, max_tables, max_work=most, device=device)
@@ -231,24 +206,26 @@ def draw_shard_sets(
     for group in whole:
         kind_share, blocks_share, skewed = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
         kind = kinds[int(kind_share * len(kinds))]
-        blocks = round(math.exp(blocks_share * math.log(MAX_ROW_BLOCKS / 2)) * 2) if kind != "column" else 1
-        # Sequences of one kernel have one dim, hence one width.
         width_shares = torch.rand(len(group), generator=generator, dtype=torch.float64).tolist()
-        shards: list[Workload] = []
-        for workload, width_share in zip(group, width_shares, strict=True):
-            if kind != "row":
-                share = width_share if workload.pooled else width_shares[0]
-                shards += _slices(workload, share, generator)
-            else:
-                shards.append(workload)
-        if blocks > 1:
+        shards = list(group)
+        if kind != "row":
+            # Sequences of one kernel have one dim, hence one width.
+            widths = [share if w.pooled else width_shares[0] for w, share in zip(group, width_shares, strict=True)]
+            shards = [part for w, share in zip(group, widths, strict=True) for part in _slices(w, share, generator)]
+        if kind != "column":
+            blocks = round(math.exp(blocks_share * math.log(MAX_ROW_BLOCKS / 2)) * 2)
             shards = _blocks(shards, blocks, skewed < 1 / 3, generator)
-        sets.append(_within(shards, next(limits)))
+        limit, held, total = next(limits), [], 0.0
+        for shard in shards:
+            if total + (work := set_work([shard])) <= limit:
+                held.append(shard)
+                total += work
+        sets.append(held or [min(shards, key=lambda shard: set_work([shard]))])
     return sets
 
 
 def _slices(workload: Workload, width_share: float, generator: torch.Generator) -> list[Workload]:
-    """One device's column slices of a table; all of it where it can't be cut."""
+    """Return one device's column slices of a table; the whole table if it is too narrow."""
     widest = workload.dim // 8 * 4
     if widest < 4:
         return [workload]
@@ -258,27 +235,15 @@ def _slices(workload: Workload, width_share: float, generator: torch.Generator) 
 
 
 def _blocks(shards: Sequence[Workload], blocks: int, skewed: bool, generator: torch.Generator) -> list[Workload]:
-    """One of so many blocks of rows of each shard."""
+    """Return one of so many blocks of rows of each shard."""
     uniform_S2 = torch.rand(len(shards), 2, generator=generator, dtype=torch.float64).tolist()
     result = []
     for shard, (heat, spread) in zip(shards, uniform_S2, strict=True):
         rows, even = max(1, shard.rows // blocks), 1 / blocks
         if skewed:
-            # From nearly all lookups to less than the even share; distinct rows lie between that and the even share.
+            # Lookups from nearly all down to less than the even share, distinct rows between that and the even share.
             power = 0.2 + heat
             result.append(shard.block(rows, shard.dim, even**power, even ** (1 + (power - 1) * spread)))
         else:
             result.append(shard.part(rows, shard.dim))
     return result
-
-
-def _within(shards: Sequence[Workload], max_work: float) -> list[Workload]:
-    """Those shards, in order, that are together within the limit; the lightest one where none is."""
-    held: list[Workload] = []
-    total = 0.0
-    works = [set_work([shard]) for shard in shards]
-    for shard, work in zip(shards, works, strict=True):
-        if total + work <= max_work:
-            held.append(shard)
-            total += work
-    return held or [shards[works.index(min(works))]]

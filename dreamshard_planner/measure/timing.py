@@ -1,18 +1,16 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Time fused kernels: warm-up, interleaved repeats in shuffled order, every sample kept; on the CPU, a run during
-which the system gave the core to somebody else for more than a hundredth of it is no sample, and done again.
+"""Time fused kernels: warm-up, then interleaved repeats in shuffled order; every sample is kept.
 
-Cache state. Before every run a kernel's tables move to windows of the arena that no recent run has touched, so
-the forward pass reads cold rows. Indices, offsets and the output gradient are as warm as a previous layer leaves
-them. On the CPU the backward pass finds what its own forward pass left in the caches (emptying them costs more than
-most kernels take); on CUDA the L2 cache is overwritten before either pass.
+Cache state. Before every run a kernel's tables move to windows of the arena that no recent run has touched, so the
+forward pass reads cold rows. Indices, offsets and the output gradient are as warm as a previous layer leaves them. On
+CUDA the L2 cache is overwritten before either pass. On the CPU the backward pass finds what its own forward pass left:
+emptying the caches takes longer than most kernels.
 
-State of the allocator. Outputs and gradients lie in memory that an earlier run has freed, as under CUDA's caching
-allocator, jemalloc or tcmalloc. glibc's malloc hands blocks of over 32 MiB back to the system unless the heap
-happens to have room for them; then every run faults all their pages in again, and a kernel may take three times as
-long as in the next process.
+Allocator. Outputs and gradients lie in memory that an earlier run has freed, as under CUDA's caching allocator,
+jemalloc or tcmalloc. glibc's malloc returns blocks of over 32 MiB to the system; a kernel that faults their pages in
+again may take three times as long.
 
-Shape letters: R repeats, 2 (forward, backward).
+Shapes: R repeats, 2 (forward, backward).
 """
 
 from __future__ import annotations
@@ -37,48 +35,40 @@ from dreamshard_planner.measure.hardware import check_kernels
 from dreamshard_planner.measure.kernels import FusedKernel
 
 _FLUSH_BYTES, _MAX_FLUSHES = 512 << 20, 16
-"""Written before each timed pass on CUDA: many times any L2. While the device writes, the host queues the pass; where
-that takes longer, the device writes as often as it has to, up to the second figure."""
-
-
+"""Bytes written before each pass on CUDA, many times any L2, and how often at most: the host queues the pass
+meanwhile."""
 _ATTEMPTS, _STOLEN_SHARE, _LONG_MS = 3, 0.01, 250.0
-"""Runs by the wall clock at most, to get one during which others had the core for no more than this share of it: on a
-busy core they always do. Runs longer than the last figure are kept: a time slice of a few ms matters little there."""
+"""Runs by the wall clock until others had the core for at most this share of one. Longer runs are kept anyway: a time
+slice of a few ms matters little in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """All timed runs of one kernel."""
+    """Timed runs of one kernel."""
 
     samples_ms: Tensor
-    """[R, 2] float64: forward and backward of each round, in the order of the rounds."""
-
+    """Times [R, 2] float64."""
     reference_ms: Tensor | None = None
-    """[R, 2] float64: the reference kernel, run right before each of them."""
-
+    """Times [R, 2] float64 of the reference kernel, run right before each of them."""
     launch_bound: float = 0.0
-    """Share of the passes, of the kernel and its reference, during which a GPU may have waited for the host: these took
-    as long as it takes to launch them."""
+    """Share of the passes, reference included, during which a GPU may have waited for the host."""
 
     @property
     def median_ms(self) -> Tensor:
-        """[2] medians over the rounds."""
+        """Medians [2] over the rounds."""
         return self.samples_ms.quantile(0.5, dim=0)
 
     @property
     def spread(self) -> Tensor:
-        """[2] mean absolute deviation from the median, as a share of the median."""
+        """Mean absolute deviation [2] from the median, as a share of it."""
         return (self.samples_ms - self.median_ms).abs().mean(0) / self.median_ms
 
 
 @contextmanager
 def pinned(threads: int, cores: Iterable[int] | None = None) -> Iterator[None]:
-    """Run kernels with ``threads`` intra-op threads, on ``cores`` only where given; restored afterwards.
-
-    Threads that the kernels start inside inherit the cores; where the system has no affinities, none are set.
-    """
+    """Run kernels with ``threads`` intra-op threads, on ``cores`` if given and the system can; restored afterwards."""
     if threads < 1:
-        raise TaskError(f"kernels need at least one thread, got {threads}")
+        raise TaskError(f"threads must be at least 1, got {threads}")
     threads_before, affinities = torch.get_num_threads(), {}
     torch.set_num_threads(threads)
     try:
@@ -95,28 +85,18 @@ def pinned(threads: int, cores: Iterable[int] | None = None) -> Iterator[None]:
                 os.sched_setaffinity(task_id, before)
 
 
-def rank_cores(local_rank: int, local_world_size: int) -> list[int] | None:
-    """Cores for one of the ranks that share this host, so that none gets in another's way; None where there are
-    fewer cores than ranks, or no affinities."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[local_rank::local_world_size] if len(cores) >= local_world_size else None
-
-
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _KEEP_ALL = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: (1 << 31) - 1}
 _USUAL = {
     _M_MMAP_MAX: int(os.environ.get("MALLOC_MMAP_MAX_") or 65536),
     _M_TRIM_THRESHOLD: int(os.environ.get("MALLOC_TRIM_THRESHOLD_") or 64 << 20),
 }
-"""What this process was started with, else glibc's default, and what its trim threshold adapts to as a process frees
-large blocks."""
+"""Settings that this process was started with, else glibc's after a process has freed large blocks."""
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Where malloc is glibc's: what this process frees, in any thread, goes back to the system at the end only."""
+    """Keep memory that this process frees until the end, if malloc is glibc's."""
     libc = ctypes.CDLL(None) if os.name == "posix" else None
     if libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
         yield
@@ -128,11 +108,11 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         for option, value in _USUAL.items():
             libc.mallopt(option, value)
-        libc.malloc_trim(0)  # the heap of a long collection would grow around what lives on
+        libc.malloc_trim(0)  # the heap of a long collection would grow around live blocks
 
 
 @freed_memory_kept()
-@torch.enable_grad()  # whatever the caller does: a search that measures has no use for gradients of its own
+@torch.enable_grad()  # whatever the caller's state
 def time_groups(
     kernels: Sequence[FusedKernel],
     repeats: int,
@@ -140,19 +120,19 @@ def time_groups(
     generator: torch.Generator | None = None,
     reference: FusedKernel | None = None,
 ) -> list[Samples]:
-    """Time each kernel ``repeats`` times.
+    """Time each kernel ``repeats`` times: ``forward()``, then ``backward()`` with the fused optimizer.
 
     Every round runs all kernels once, in an order of its own, so that a slow spell of the machine hits them alike.
-    The backward pass is timed as ``output.backward(gradient)``: fused optimizer included.
 
     Args:
         kernels: all on one device.
         repeats: timed rounds, at least 1.
         warmup: untimed rounds before.
         generator: of the order. Default: seeded with 0.
-        reference: a kernel to run right before each of the others, whose times tell how fast the machine was then.
+        reference: a kernel to run right before each of the others; its times tell how fast the machine was then.
 
     Raises:
+        TaskError: there is nothing to time.
         DreamShardError: FBGEMM runs its reference kernels in this process.
     """
     if repeats < 1 or not kernels:
@@ -161,7 +141,9 @@ def time_groups(
     generator = generator or torch.Generator().manual_seed(0)
     runs = _CudaRuns(kernels[0].device) if kernels[0].device.type == "cuda" else _CpuRuns()
     for kernel in [*kernels, *([reference] if reference else [])] * warmup:
-        runs.warm_up(kernel)
+        kernel.move()
+        kernel.forward()  # FBGEMM's first run on CUDA waits for the device
+        kernel.backward()
     marks: list[list[Any]] = [[] for _ in kernels]
     reference_marks: list[list[Any]] = [[] for _ in kernels]
     for _ in range(repeats):
@@ -181,8 +163,10 @@ def time_groups(
 
 @dataclass
 class Clock:
-    """What kernels on the CPU are timed by, and of all their runs, how long they took, and for how long of that others
-    had the core; of several threads, interrupted runs count in full."""
+    """Clock of kernels on the CPU, with the time of their runs, and how long others had the core meanwhile.
+
+    Interrupted runs of several threads count in full.
+    """
 
     by_thread: bool = False
     run_ns: int = 0
@@ -198,9 +182,11 @@ _CLOCK: ContextVar[Clock | None] = ContextVar("_CLOCK", default=None)
 
 @contextmanager
 def processor_time(by_thread: bool = True) -> Iterator[Clock]:
-    """Inside, kernels on the CPU are timed by the seconds that their thread computes, not by the wall clock: for
-    machines that others compute on as well. Only with one intra-op thread; what others do to caches and memory is still
-    in the times. What it yields counts how long others had the core, also where the wall clock is to count."""
+    """Time CPU kernels inside by the processor time of their one thread, on machines that others use as well.
+
+    Caches and memory still suffer from others' work. The clock counts others' share of the core even if ``by_thread``
+    is false and the wall clock counts.
+    """
     token = _CLOCK.set(clock := Clock(by_thread))
     try:
         yield clock
@@ -209,8 +195,7 @@ def processor_time(by_thread: bool = True) -> Iterator[Clock]:
 
 
 class _CpuRuns:
-    """Runs with the host clock, or with that of the thread (:func:`processor_time`). By the host clock, a run during
-    which others had the core tells nothing of its kernel, and is done again."""
+    """Timed runs on the CPU. By the wall clock, a run during which others had the core is done again."""
 
     def __init__(self) -> None:
         self._clock, self._threads = _CLOCK.get() or Clock(), torch.get_num_threads()
@@ -218,48 +203,34 @@ class _CpuRuns:
             raise TaskError(f"processor time is that of one thread, but {self._threads} compute")
         self._now = time.thread_time_ns if self._clock.by_thread else time.perf_counter_ns
 
-    def warm_up(self, kernel: FusedKernel) -> None:
-        """A run that counts for nothing."""
-        self._run(kernel)
-
     def __call__(self, kernel: FusedKernel) -> tuple[int, int, int]:
         for _ in range(_ATTEMPTS):
-            begin_ns, before = time.perf_counter_ns(), _usage()
-            marks = self._run(kernel)
-            run_ns = time.perf_counter_ns() - begin_ns
-            stolen_ns = self._stolen_ns(run_ns, before, _usage())
-            long = run_ns > _LONG_MS * 1e6
-            if self._clock.by_thread or long or stolen_ns <= _STOLEN_SHARE * run_ns:
+            begin_ns, (preempted, computed_ns) = time.perf_counter_ns(), _usage()
+            kernel.move()
+            start = self._now()
+            kernel.forward()
+            middle = self._now()
+            kernel.backward()
+            end = self._now()
+            run_ns, after = time.perf_counter_ns() - begin_ns, _usage()
+            stolen_ns = 0.0
+            if after[0] > preempted:  # of several threads, nobody knows for how long
+                stolen_ns = run_ns - (after[1] - computed_ns) if self._threads == 1 else math.inf
+            if self._clock.by_thread or run_ns > _LONG_MS * 1e6 or stolen_ns <= _STOLEN_SHARE * run_ns:
                 break
         self._clock.run_ns += run_ns
         self._clock.others_ns += min(stolen_ns, run_ns)
-        return marks
-
-    def _stolen_ns(self, run_ns: int, before: tuple[int, int], after: tuple[int, int]) -> float:
-        """For how long others had the core; of several threads only known where nobody had."""
-        if before[0] == after[0]:
-            return 0.0
-        return run_ns - (after[1] - before[1]) if self._threads == 1 else math.inf
-
-    def _run(self, kernel: FusedKernel) -> tuple[int, int, int]:
-        kernel.move()
-        start = self._now()
-        kernel.forward()
-        middle = self._now()
-        kernel.backward()
-        return start, middle, self._now()
+        return start, middle, end
 
     def elapsed_ms(self, rounds: list[tuple[int, int, int]]) -> Tensor:
         return torch.tensor(rounds, dtype=torch.int64).diff(dim=1).double() / 1e6
 
     def launch_bound(self, rounds: list[tuple[int, int, int]]) -> float:
-        """Launching is part of computing here."""
         return 0.0
 
 
 def _usage() -> tuple[int, int]:
-    """How often the system has taken a core from this process so far, to let somebody else compute; and for how many
-    nanoseconds this thread has computed."""
+    """Return how often the system has preempted this process, and nanoseconds that this thread has computed."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.thread_time_ns()
 
 
@@ -270,25 +241,19 @@ class _CudaPass:
     start: torch.cuda.Event
     end: torch.cuda.Event
     launch_bound: bool
-    """Whether the device was at its start before the host had queued all of it."""
+    """The device was at its start before the host had queued all of it."""
 
 
 class _CudaRuns:
-    """Runs with device events, queued without waiting; one synchronise when times are read.
+    """Timed runs between device events, queued without waiting.
 
-    A launch-bound pass tells how fast the host is. The run is done again behind more flushes, which stay for the runs
-    to come; what is launch-bound behind most of them waits for the host by itself, and is kept as it is.
+    A launch-bound pass tells the host's speed. The run is done again behind more flushes, which later runs keep. A run
+    that is launch-bound behind most of them waits for the host by itself, and counts.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._flush_N = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._flushes = 1
-
-    def warm_up(self, kernel: FusedKernel) -> None:
-        """A run that counts for nothing: FBGEMM's first one reads a counter from the device, and waits for it."""
-        kernel.move()
-        kernel.forward()
-        kernel.backward()
 
     def __call__(self, kernel: FusedKernel) -> tuple[_CudaPass, _CudaPass]:
         while True:
@@ -314,5 +279,4 @@ class _CudaRuns:
         return torch.tensor(times, dtype=torch.float64)
 
     def launch_bound(self, rounds: list[tuple[_CudaPass, _CudaPass]]) -> float:
-        """Share of the passes."""
         return sum(timed.launch_bound for passes in rounds for timed in passes) / (2 * len(rounds))

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A job as a plan file tells it: what the plan was made from, to be explained or planned again."""
+"""The job of a plan file, to explain or plan again."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import NO_OPTIMIZER
 
 IN_WORDS = ("stats",)
-"""What a file has of a cache's parameters in words alone; nothing of it is read offline."""
+"""Cache parameters that a file describes in words, unused offline."""
 PLANNERS = (
     "sharding_types", "exact_training", "optimizers_attached", "seed", "effort", "cost_source", "least_gain"
 )  # fmt: skip
-"""Settings that are the planner's arguments of the same name."""
+"""Settings with the names of the planner's arguments."""
 
 
 def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
-    """The job that a plan was made for, without the model's dense layers: of the memory, what the storage reservation
-    left is left again.
+    """Return the job of a plan, without dense layers; the reservation leaves tables the same memory.
 
     Args:
         saved: the plan.
-        statistics: over those that its file holds.
+        statistics: take precedence over those of its file.
 
     Raises:
         PlanError: its ranks are not spread over hosts evenly, a setting is unknown, or it has quantized tables.
@@ -72,10 +71,10 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
 
 
 def check_statistics(saved: SavedPlan, known: TableStatistics | None, given: bool) -> str | None:
-    """None where these are the statistics that a plan was made with; else, where others were given, a note of that.
+    """Return a note if a plan was made with other statistics than these, which were given.
 
     Raises:
-        PlanError: none were given, and what the plan was chosen by is not known.
+        PlanError: none were given, and those of the plan are unknown.
     """
     if (None if known is None else digest(known)) == saved.inputs.statistics:
         return None
@@ -92,7 +91,7 @@ def check_statistics(saved: SavedPlan, known: TableStatistics | None, given: boo
 
 
 def not_held(saved: SavedPlan, known: Collection[str]) -> list[str]:
-    """Features whose statistics a plan may have been made with, and which neither its file has nor ``known``."""
+    """Return features whose statistics the plan may have used and neither its file nor ``known`` has."""
     if saved.inputs.statistics in (None, digest(TableStatistics(saved.inputs.features)), digest(known)):
         return []
     read = {name for table in saved.inputs.tables.values() for name in table.features}
@@ -100,14 +99,15 @@ def not_held(saved: SavedPlan, known: Collection[str]) -> list[str]:
 
 
 def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_tables: bool) -> Replan:
-    """What was found for the job of a plan's file, with what such a job lacks of it: :data:`IN_WORDS`, and the
-    last bits of bandwidths.
+    """Return a replan for a plan file's job with the file's own constraints and topology.
+
+    The job lacks :data:`IN_WORDS` and the last bits of bandwidths.
 
     Args:
-        found: from :func:`job_of` the plan.
+        found: for :func:`job_of` the plan.
         saved: the plan.
-        same_machine: whether it was for the file's own.
-        same_tables: whether the tables were the file's own.
+        same_machine: whether it is for the file's machine.
+        same_tables: whether it is for the file's tables.
     """
 
     def told(inputs: PlanInputs) -> PlanInputs:
@@ -140,7 +140,7 @@ def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:
 
 
 def _data_type(saved: SavedPlan, name: str) -> Any:
-    """TorchRec's name of a dtype."""
+    """Return TorchRec's name of a dtype."""
     try:
         return dtype_to_data_type(getattr(torch, name)).name.lower()
     except Exception as error:  # TorchRec's, of no class of its own
@@ -148,7 +148,7 @@ def _data_type(saved: SavedPlan, name: str) -> Any:
 
 
 def _machine(saved: SavedPlan) -> Machine:
-    """All ranks, in 2D parallelism those of all sharding groups."""
+    """Return the machine with all ranks, in 2D parallelism of all sharding groups."""
     topology: TopologyInputs = saved.inputs.topology
     if topology.all_ranks % topology.on_host:
         raise PlanError(f"{saved.name}: {topology.all_ranks} ranks do not fill hosts of {topology.on_host}")
@@ -184,7 +184,7 @@ def _machine(saved: SavedPlan) -> Machine:
 
 
 def _reserve(saved: SavedPlan) -> float | None:
-    """The share of the ranks' own memory that the reservation took from the one that it left least of."""
+    """Return the largest share of a rank's own memory that the reservation took."""
     own = saved.inputs.topology.own_memory
     limits = [entry.limit_bytes for entry in saved.predicted.memory if entry.kind == own]
     sizes = saved.inputs.topology.memory_bytes[own]
@@ -219,7 +219,7 @@ def _check_setting(name: str, value: Any) -> Any:
 
 
 def _constraint(saved: SavedPlan, table: str, changed: Mapping[str, Any]) -> ParameterConstraints:
-    """All that a file has of it, but :data:`IN_WORDS`."""
+    """Restore a table's constraint, without :data:`IN_WORDS`."""
     known = {field.name for field in fields(ParameterConstraints)}
     try:
         return _restored(ParameterConstraints, {name: value for name, value in changed.items() if name in known})
@@ -228,7 +228,7 @@ def _constraint(saved: SavedPlan, table: str, changed: Mapping[str, Any]) -> Par
 
 
 def _restored(kind: Any, value: Any) -> Any:
-    """What :func:`~dreamshard_planner.planning.plan_inputs.plain` was told, of some type or None."""
+    """Restore a value of a type, or None, from :func:`~dreamshard_planner.planning.plan_inputs.plain`."""
     if value is None:
         return None
     if get_origin(kind) is Union:

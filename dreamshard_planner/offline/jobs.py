@@ -1,6 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Planning without training anything: models of the shipped collections, of lists of tables, of a user's function, and
-jobs that name all that their plan depends on."""
+"""Models from shipped collections, lists of tables and functions of users, and jobs to plan them offline."""
 
 from __future__ import annotations
 
@@ -45,22 +44,21 @@ from dreamshard_planner.workload.tables import FeatureStatistics
 
 @dataclass(frozen=True)
 class OfflineModel:
-    """A model, and what is known of its tables."""
+    """A model with constraints and statistics of its tables."""
 
     name: str
     module: nn.Module
     constraints: Mapping[str, ParameterConstraints]
     statistics: TableStatistics | None
     specs: tuple[TableSpec, ...] = ()
-    """What it was made from; none for a user's own module."""
+    """Specifications of its tables; none for a user's own module."""
 
     @classmethod
     def of_specs(cls, specs: Sequence[TableSpec], name: str = "tables") -> OfflineModel:
-        """Collections on the meta device: one of pooled tables, one of weighted ones, one of the sequence tables of
-        each dim.
+        """Make collections on the meta device: for pooled tables, for weighted ones, and for sequence tables by dim.
 
         Raises:
-            TaskError: tables say different things of a feature that they share; names them.
+            TaskError: tables give a shared feature different statistics.
         """
         of_kinds = {kind: list(group) for kind, group in groupby(sorted(specs, key=_collection), key=_collection)}
         constraints = {
@@ -85,7 +83,7 @@ class OfflineModel:
         statistics: TableStatistics | None,
         name: str,
     ) -> OfflineModel:
-        """One collection for the tables of each module, by its path in the model; "" is the model itself."""
+        """Make one collection per module, by its path in the model; "" is the model itself."""
         root = nn.Module()
         for path, specs in tables.items():
             made = _made(_collection(specs[0]), specs)
@@ -101,15 +99,14 @@ class OfflineModel:
         return cls(name, root, constraints, statistics)
 
     def with_statistics(self, statistics: TableStatistics) -> OfflineModel:
-        """The same with statistics of real data over what the list says; StatisticsError where they are of none of its
-        features."""
+        """Return the model with other statistics over its own; StatisticsError if they have none of its features."""
         statistics.unused(name for table in table_configs(self.module).values() for name in table.feature_names)
         return replace(self, statistics=TableStatistics({**(self.statistics or {}), **statistics}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that a plan depends on; ``dataclasses.replace`` makes another. TaskError for a batch without samples."""
+    """All inputs of a plan; ``dataclasses.replace`` makes another. TaskError for a batch without samples."""
 
     model: OfflineModel
     machine: Machine
@@ -126,12 +123,12 @@ class Job:
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """Machine, and tables whose shape or ids are hardly meant, in words."""
+        """Warnings of inputs that are hardly meant."""
         tables = doubtful_inputs(self.model.module, get_default_sharders(), self.model.statistics, self.machine.device)
         return (*self.machine.doubtful, *tables)
 
     def planner(self) -> DreamShardPlanner:
-        """A planner for the job."""
+        """Make a planner for the job."""
         reservation = None if self.reserve is None else ShareReservation(self.reserve)
         return DreamShardPlanner(
             topology=self.machine.topology(),
@@ -143,11 +140,7 @@ class Job:
         )
 
     def plan(self) -> PlannedJob:
-        """Plan it.
-
-        Raises:
-            PlannerError: TorchRec's, where tables do not fit.
-        """
+        """Plan the job; PlannerError if tables do not fit."""
         start = time.perf_counter()
         with _known_warnings():
             planner = self.planner()
@@ -155,7 +148,7 @@ class Job:
         return PlannedJob(self, planner, plan, time.perf_counter() - start)
 
     def read(self) -> DreamShardPlanner:
-        """A planner that has read the model, for plans that are there already."""
+        """Return a planner that has read the model, for existing plans."""
         with _known_warnings():
             planner = self.planner()
             planner.read(self.model.module, get_default_sharders())
@@ -163,7 +156,7 @@ class Job:
 
 
 class ShareReservation(FixedPercentageStorageReservation):
-    """Keeps a share of every rank's own memory: also of CPU ranks', which TorchRec's leaves whole."""
+    """Reserves a share of every rank's own memory, also on CPUs, where TorchRec's reserves none."""
 
     def __init__(self, share: float) -> None:
         super().__init__(share)
@@ -174,7 +167,7 @@ class ShareReservation(FixedPercentageStorageReservation):
         left = super().reserve(topology, *arguments, **named)
         kind = "ddr" if topology.compute_device == "cpu" else "hbm"
         for before, after in zip(topology.devices, left.devices, strict=True):
-            # Rounded, so that the share that a plan file tells leaves the same bytes again.
+            # Rounded, so that a plan file's share leaves the same bytes.
             setattr(after.storage, kind, round((1 - self._share) * getattr(before.storage, kind)))
         return left
 
@@ -187,33 +180,32 @@ class PlannedJob:
     planner: DreamShardPlanner
     plan: ShardingPlan
     seconds: float
-    """That planning took."""
+    """Duration of planning."""
 
     @cached_property
     def saved(self) -> SavedPlan:
-        """The plan, with all that it was made from."""
+        """The plan with all its inputs."""
         return self.planner.saved_plan()
 
     @property
     def report(self) -> Report:
-        """On the plan, and what it was chosen from."""
+        """Report on the plan and its rivals."""
         return self.planner.report()
 
 
 @contextmanager
 def _known_warnings() -> Iterator[None]:
-    """Without those that tell users of a job nothing."""
+    """Suppress warnings that :attr:`Job.doubtful` tells once."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InputWarning)  # told once, by :attr:`Job.doubtful`
+        warnings.simplefilter("ignore", InputWarning)
         yield
 
 
 def read_model(source: str) -> OfflineModel:
-    """The model that ``source`` names: a list of tables (``tables.json``), a function that returns the model
-    (``package.module:function``), or a shipped collection.
+    """Return a model from a list of tables (``tables.json``), a function (``package.module:function``) or a collection.
 
     Raises:
-        TaskError: there is none; names what is wrong with it.
+        TaskError: there is none, or it cannot be read.
     """
     if ":" in source and not os.path.exists(source):
         return OfflineModel(source, _called(source), {}, None)
@@ -230,7 +222,7 @@ def read_model(source: str) -> OfflineModel:
 
 
 def _called(source: str) -> nn.Module:
-    """What a user's function returns; the current folder counts, as with ``python -m``."""
+    """Call a user's function, which may be in the current folder."""
     path, _, function = source.rpartition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -247,7 +239,7 @@ def _called(source: str) -> nn.Module:
 
 
 def _told(specs: Sequence[TableSpec], source: str) -> dict[str, FeatureStatistics]:
-    """What tables say of their features."""
+    """Return the statistics in specifications, by feature."""
     told: dict[str, tuple[str, FeatureStatistics]] = {}
     for spec in specs:
         for feature, statistics in spec.features.items():
@@ -298,9 +290,9 @@ def _made(kind: str, specs: Sequence[TableSpec]) -> nn.Module:
 
 
 def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class that TorchRec estimates memory by, and arguments, of an optimizer by its name in lists or FBGEMM's."""
+    """Return class and arguments of an optimizer by its name in lists or FBGEMM's; the class decides memory."""
     kind = OPTIMIZERS.get(name.removeprefix("exact_"))
     if kind is not None:
         return kind, {}
-    # One state for every weight, as TorchRec counts of all others; the argument decides what FBGEMM runs.
+    # TorchRec counts one state per weight for all others; the argument decides what FBGEMM runs.
     return Adagrad, {"optimizer": EmbOptimType.__members__.get(name.upper())}

@@ -32,14 +32,14 @@ OPTIMIZERS = {
     "adam": torch.optim.Adam,
 }
 WEIGHTS: dict[float, Literal["fp32", "fp16"]] = {4: "fp32", 2: "fp16"}
-"""Of a pool's tables, by their bytes."""
+"""Data types of a pool's weights, by their bytes."""
 MAX_WEIGHTS, MAX_DIM = 2**53, 2**20
-"""Of a table."""
+"""Bounds of a table."""
 LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual and not kernel.serves)
 
 
 def _whole(value: Any) -> Any:
-    """``1e6``, which JSON has for a fraction."""
+    """Convert ``1e6``, a fraction in JSON, to a whole number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -51,7 +51,7 @@ Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class _Declared:
-    """What lists and models say of a table in the same words."""
+    """Properties of a table that lists and models have in common."""
 
     __pydantic_config__: ClassVar = STRICT
     name: Text
@@ -61,10 +61,10 @@ class _Declared:
     """``none``: a sequence table, of an EmbeddingCollection."""
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
     weighted: bool = False
-    """Whether lookups carry per-sample weights."""
+    """True if lookups carry per-sample weights."""
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = "sgd"
     sharding_types: ShardingTypes | None = None
-    """Allowed ones; None: all."""
+    """Allowed types; None: all."""
     compute_kernels: Kernels | None = None
     min_partition: Count | None = None
     """Columns of the narrowest slice."""
@@ -88,14 +88,13 @@ class TableSpec(_Declared):
     """One table of a list."""
 
     features: Mapping[str, FeatureStatistics | None]
-    """Names of the features that it serves, and how each reads it; None where nobody said."""
+    """Statistics of its features by name; None if unknown."""
     cache: CacheParams | None = None
-    """What a pool says of its cache."""
+    """Cache parameters of a pool's table."""
 
     @classmethod
     def of_table(cls, table: Table) -> TableSpec:
-        """A table of a pool: its features are called like it, numbered where they are several; TaskError for what no
-        list can say."""
+        """Convert a table of a pool; several features are numbered. TaskError if no list can express it."""
         several = len(table.features) > 1
         if table.served or table.weight_bytes not in WEIGHTS:
             raise TaskError(
@@ -122,7 +121,7 @@ class TableSpec(_Declared):
         )
 
     def table(self, statistics: Mapping[str, FeatureStatistics]) -> Table:
-        """As workloads are made of it; statistics of real data go before what the list says."""
+        """Return the table that workloads are made of; ``statistics`` take precedence over the list's."""
         return Table(
             name=self.name,
             rows=self.num_embeddings,
@@ -135,7 +134,7 @@ class TableSpec(_Declared):
 
 
 def _cache(table: Table) -> CacheParams | None:
-    """Of a pool's table; None where it has none, or the default one, whose size is planned."""
+    """Return the cache of a pool's table; None without one, or for the default, whose size is planned."""
     sized = table.cache_load_factor != CACHE_LOAD_FACTOR
     if table.memory != "uvm_caching" or not (sized or table.prefetched):
         return None
@@ -149,9 +148,9 @@ class ListedTable(_Declared):
     """One table as a list has it."""
 
     feature_names: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """Default: one feature, called as the table."""
+    """Default: one feature with the table's name."""
     pooling_factor: float | tuple[float, ...] | None = None
-    """Of all features, or of each; None: nobody said, and TorchRec's default is assumed."""
+    """One factor for all features, or one for each; None: TorchRec's default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +163,7 @@ class ListedTable(_Declared):
             raise ValueError("lookups of sequence tables (pooling 'none') take no weights")
 
     def spec(self) -> TableSpec:
-        """With its features; StatisticsError for impossible pooling factors."""
+        """Return its specification; StatisticsError for impossible pooling factors."""
         names, factors = self.feature_names or (self.name,), self.pooling_factor
         each = factors if isinstance(factors, tuple) else (factors,) * len(names)
         features = {
@@ -182,12 +181,11 @@ class _TableList:
     schema: str
     tables: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]
     defaults: dict[str, Any] = field(default_factory=dict)
-    """What holds for tables that don't say."""
+    """Defaults of all tables."""
 
 
 def read_table_list(path: str | Path) -> list[TableSpec]:
-    """Tables of a JSON file: a list of this module's schema, or a pool of
-    :func:`~dreamshard_planner.workload.pools.save_tables`.
+    """Read a JSON list of tables, or a pool of :func:`~dreamshard_planner.workload.pools.save_tables`.
 
     Raises:
         TaskError: names the file, the table and the mistake.

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""From the plan that runs to one that takes less time over the steps that remain, moving included.
+"""Re-planning: from the running plan to one that takes less time over the remaining steps, moving included.
 
 What runs is read as what the ranks that are left hold of each table. Tables that are new, or were cut for other ranks,
 have to go somewhere; all others may stay. :mod:`dreamshard_planner.search.few_moves` makes the curve.
@@ -93,21 +93,21 @@ def check_movable(plan: Sequence[ShardingOption]) -> None:
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks that are left hold of the tables that there are."""
+    """Shards that the remaining ranks hold of the model's tables."""
 
     name: str
     tables: Mapping[str, TableInputs]
     """As the model declares them, by fully qualified name."""
     shards: Mapping[str, tuple[ShardPlace, ...]]
-    """Of tables that are in the plan with the same shape and data type, whatever else changed."""
+    """Shards of tables that the plan has with the same shape and data type."""
     whole: Mapping[str, TableSharding]
-    """Of these, the tables of which no shard is lost, as they are sharded."""
+    """Tables of these of which no shard is lost, as they are sharded."""
     same_ranks: bool
-    """Whether it was made for as many ranks and hosts, and none is lost."""
+    """True if it was made for as many ranks and hosts, and none is lost."""
     forced: tuple[str, ...]
     """Why not all can stay as it is."""
     stale: tuple[str, ...] = ()
-    """What else the plan was made for, such that its file does not load."""
+    """Other differences of the plan's inputs, for which its file does not load."""
 
     @classmethod
     def of(cls, model: ModelProblem, current: ShardingPlan | SavedPlan, lost: Sequence[int]) -> Held:
@@ -194,7 +194,7 @@ class _Ways:
         self._model = model
 
     def runs(self, sharding: Sharding) -> bool:
-        """Whether ranks could exchange what its tables put out."""
+        """Return whether ranks can exchange the outputs of its tables."""
         return not self._model.mixed_exchanges(self.read.assign(sharding))
 
     @property
@@ -224,7 +224,7 @@ class _Ways:
         return Waypoint(0, self.cost.overall_ms(sharding), sharding)
 
     def move(self, point: Waypoint, moving: Moving) -> Move:
-        """What it takes to go there."""
+        """Return what it takes to go there."""
         to_rank_D = np.zeros(self.cost.problem.num_ranks, dtype=np.int64)
         for table, (option, ranks) in enumerate(self._laid(point.sharding)):
             to_rank_D += np.bincount(
@@ -244,7 +244,7 @@ class _Ways:
         )
 
     def plan(self, sharding: Sharding) -> SavedPlan:
-        """With what it was made from; costs are still those of the fresh plan, without those of its shards."""
+        """Return the plan with its inputs; costs are still those of the fresh plan, without those of its shards."""
         made: dict[str, dict[str, TableSharding]] = {}
         for table, (index, ranks) in enumerate(self._laid(sharding)):
             option = self.read.options[table][index]
@@ -255,7 +255,7 @@ class _Ways:
         return replace(self._saved, sharding=made, alone_ms={})
 
     def _laid(self, sharding: Sharding) -> list[tuple[int, list[int]]]:
-        """Of each table its option, and the ranks of that one's shards."""
+        """Return the option of each table, and the ranks of the option's shards."""
         chosen = zip(self.cost.problem.tables, sharding.options, sharding.positions, strict=True)
         return [(option, options[option].ranks(positions)) for options, option, positions in chosen]
 
@@ -274,7 +274,7 @@ class _Ways:
 
 
 def _weights(table: TableInputs) -> tuple[int, int, str]:
-    """What two tables share of which the weights of one are the other's."""
+    """Return the fields that must match for weights to be reused."""
     return table.rows, table.dim, table.data_type
 
 
@@ -292,12 +292,12 @@ def _may_stay(option: ShardingOption, searched: Collection[Hashable]) -> bool:
 
 
 def _way(option: ShardingOption) -> Hashable:
-    """What two options share that shard a table alike, shard by shard."""
+    """Return a key that is equal for options that shard a table alike, shard by shard."""
     cut = tuple(places_of(option))
     return fqn_of(option), option.sharding_type, option.compute_kernel, option.cache_load_factor, cut
 
 
 def _sharding(changes: Mapping[int, Change]) -> Sharding:
-    """Of all tables."""
+    """Join the changes of all tables."""
     ordered = [changes[table] for table in range(len(changes))]
     return Sharding(tuple(option for _, option, _ in ordered), tuple(positions for *_, positions in ordered))

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""How long and how widely planning searches: counts of candidates, so the clock decides no plan, and deadlines."""
+"""Effort of planning: counts of candidates, so that the clock decides no plan, and deadlines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def portion(count: int, effort: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """How long and how widely one search goes.
+    """Effort of one search.
 
     Raises:
         ValueError: a setting is not positive.
@@ -45,7 +45,7 @@ class SearchConfig:
     last_moves: int = 40_000
     """Moves and swaps of the last descents, from copies of the best plan with shards moved at random."""
     last_patience: int = 24
-    """Such copies without improvement, one after the other, at which the search ends."""
+    """Fruitless copies, one after the other, at which the search ends."""
     perturbed_units: int = 3
     """Shards that such a copy has moved."""
     effort: float = 1.0
@@ -86,7 +86,7 @@ class Budget:
         self.limit = candidates
         self.used = 0
         self.cut_short = False
-        """Whether the deadline passed while candidates were left."""
+        """True once the deadline has passed while candidates were left."""
         self.deadline = deadline
 
     def left(self) -> bool:

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""From where tables lie now to a cheaper plan by few bytes: what each further byte that moves gains.
+"""Plans between the current one and a fresh one: the Pareto front of cost and bytes moved.
 
 Two walks, each one change of a table (or a swap of two) at a time. One starts from what lies now, and takes the change
 that lowers the cost most for each byte it moves; the other one starts from a plan that was made afresh, and undoes what
@@ -28,7 +28,7 @@ from dreamshard_planner.search.states import Change
 Received = Callable[[int, int], np.ndarray]
 """Bytes that the ranks of a position would get, int64 [U, N], were a table sharded by this option."""
 ROUNDS = 60
-"""Of undoing: where more tables differ, a round undoes several."""
+"""Rounds of undoing; if more tables differ, one round undoes several."""
 SHARPNESS = 40
 """Exponent of the mean of the ranks' costs that stands for the slowest one: nearly as slow ranks have to become faster
 as well."""
@@ -40,7 +40,7 @@ MAX_SWAPS = 400
 
 @dataclass(frozen=True)
 class Waypoint:
-    """A plan on the way."""
+    """A plan on the Pareto front."""
 
     bytes_moved: int
     overall_ms: float
@@ -108,7 +108,7 @@ class _Walk:
         self._note()
 
     def front(self) -> list[Waypoint]:
-        """Of all that was seen, what none beats by both bytes and cost."""
+        """Return the Pareto front of all plans seen."""
         front: list[Waypoint] = []
         for point in sorted(self._seen.values(), key=lambda point: (point.bytes_moved, point.overall_ms)):
             if not front or point.overall_ms < front[-1].overall_ms * (1 - 1e-9):
@@ -167,7 +167,7 @@ class _Walk:
         return self._laid(change)[2]
 
     def _more_bytes(self, trial: Sequence[Change]) -> int:
-        """That would move after a trial, of tables once each, than now."""
+        """Return the bytes that move after a trial beyond those that move now."""
         return sum(self._bytes_of(change) - self._bytes_of(self._now(change[0])) for change in trial)
 
     def _smooth_ms(self) -> float:
@@ -247,7 +247,7 @@ class _Walk:
         return float(self._single_P[self._problem.tables[table][self.sharding.options[table]].units[unit].parts[0]])
 
     def _rated(self, trials: Sequence[Sequence[Change]]) -> _Rated:
-        """What the sharding would cost after each of some trials; infinite where memory does not allow it."""
+        """Rate the sharding after each trial; infinite if memory does not allow it."""
         changed = []
         for query, trial in enumerate(trials):
             for change in trial:
@@ -262,7 +262,7 @@ class _Walk:
         return _Rated(exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials]))
 
     def _smooth(self, device_ms_XD: Tensor) -> Tensor:
-        """A mean over ranks, [...], that leans to the slowest."""
+        """Return a mean over ranks, [...], that leans to the slowest."""
         most_X1, power = device_ms_XD.amax(-1, keepdim=True).clamp_min(1e-30), SHARPNESS
         return ((device_ms_XD / most_X1) ** power).mean(-1) ** (1 / power) * most_X1[..., 0]
 
@@ -278,11 +278,11 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Rated:
-    """Of trials."""
+    """Ratings of trials."""
 
     overall_Q: Tensor
     """Cost, milliseconds."""
     smooth_Q: Tensor
-    """The same with a mean that leans to the slowest rank in its place."""
+    """Cost with a mean that leans to the slowest rank in place of the maximum."""
     bytes_Q: Tensor
-    """That move more than now; fewer below zero."""
+    """Bytes that move beyond those that move now; negative if fewer."""

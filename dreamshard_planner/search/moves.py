@@ -185,7 +185,7 @@ class Step:
         self._states, self._row_B, self._here_B, self._unit = states, row_B, here_B, unit
         self._assignment_BP, self._device_ms_BD = states.assignment_BP[row_B], states.device_ms_D[row_B]
         self.holds_BP = self._assignment_BP == here_B[:, None]
-        """Whether the bottleneck holds each shard."""
+        """Shards on the bottleneck, bool."""
         self._others_ms = _Extremes(self._device_ms_BD, here_B, largest=True)
         self._bytes_KBD = states.bytes_CD[row_B][:, states.exchanges.column_K].transpose(0, 1)
         self._most, self._least = (_Extremes(self._bytes_KBD, here_B, largest) for largest in (True, False))

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Where units go: greedy heuristics, packing by memory, and positions for chosen options.
+"""Placement of units: greedy heuristics, packing by memory, and positions for chosen options.
 
 A greedy heuristic sorts shards by a score and gives each to the rank with the lowest sum of scores. If every heuristic
 dead-ends, shards are packed: by best fit, then by a zero-one program for scipy's MILP solver.

@@ -68,7 +68,7 @@ class ShardingState(State):
         self._weigh(range(problem.num_tables))
 
     def _weigh(self, tables: Sequence[int]) -> None:
-        """What some tables burden each rank and the exchanges with."""
+        """Refresh the burden of some tables on each rank and on the exchanges."""
         problem, options = self.problem, self.sharding.options
         rank_X, part_X = (laid_X.numpy() for laid_X in problem.laid(self.sharding, tables))
         table_X = np.repeat(tables, [len(problem.parts_of(table, options[table])) for table in tables])
@@ -154,8 +154,8 @@ class ShardingState(State):
         return self._taken(tried), len(queries)
 
     def _swap(self) -> tuple[bool, int]:
-        """The same with swaps of wide units on the bottleneck rank; counts re-shards that would take as long, which are
-        tried on all ranks, a swap on those of two places."""
+        """Apply the best swap of wide units on the bottleneck rank, if it helps. Counts the re-shards that would
+        take as long: a re-shard is tried on all ranks, a swap on those of two places."""
         swaps = wide_swaps(self, self._bottleneck, self._unit)
         if swaps is None:
             return False, 0
@@ -178,7 +178,7 @@ class ShardingState(State):
         return int(in_steps(self.device_ms_D, self._unit).argmax())
 
     def _movable(self, option: Option) -> bool:
-        """Whether laying the same option down again may give another sharding; single units of span 1 just move."""
+        """Return whether placing the same option again may give another sharding; single units of span 1 just move."""
         if option.pinned is not None:
             return False
         return len(option.units) > 1 or 1 < option.units[0].span < self.problem.num_ranks
@@ -193,11 +193,11 @@ class ShardingState(State):
         return self._heaviest(self._burden_TD[:, self._bottleneck])
 
     def _heaviest(self, burden_T: np.ndarray) -> list[int]:
-        """Of the tables that may change, those that burden most."""
+        """Return the tables with the largest burdens among those that may change."""
         return self._first(np.where(self._changeable_T, burden_T, -np.inf))
 
     def _first(self, burden_T: np.ndarray) -> list[int]:
-        """Those that burden most, of finite burdens."""
+        """Return the tables with the largest finite burdens."""
         order_T = np.argsort(-burden_T, kind="stable")[: self._tables_per_step]
         return order_T[np.isfinite(burden_T[order_T])].tolist()
 
@@ -236,8 +236,8 @@ class ShardingState(State):
     def _started(
         self, tables: Sequence[int], queries: Sequence[tuple[int, int]], group_cost: Callable[[Tensor], Tensor]
     ) -> Callable[[list[int], int], _Trials]:
-        """What gives some of the queries, all of one span, nothing of which is laid down yet: the sums without their
-        tables. Y are fused groups, each with or without one of the tables."""
+        """Return a maker of trials for queries of one span: the sums without the queries' tables, before any unit is
+        placed. Y are fused groups, each with or without one of the tables."""
         slots, slot_of = len(tables), {table: slot for slot, table in enumerate(tables)}
         slot_Q = torch.tensor([slot_of[table] for table, _ in queries])
         old_K = torch.tensor([self.problem.group_of(table, self.sharding.options[table]) for table in tables])
@@ -297,7 +297,7 @@ class _Trials:
     free_QNLM: Tensor
     bytes_QNLC: Tensor
     fits_Q: Tensor
-    """Whether memory has allowed all of it."""
+    """False once memory forbids a unit."""
     positions: list[list[int]]
 
     def lay(self, latent_XLH: Tensor, need_XLM: Tensor, bytes_XLC: Tensor, is_last: bool) -> None:
@@ -322,7 +322,7 @@ class _Trials:
 
 
 class WideUnit(NamedTuple):
-    """A unit that spans some ranks but not all, where it lies."""
+    """A placed unit that spans some ranks but not all."""
 
     table: int
     nth: int
@@ -332,7 +332,7 @@ class WideUnit(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """Those that it lies on."""
+        """Ranks that it occupies."""
         return self.unit.ranks(self.position)
 
 

@@ -33,7 +33,7 @@ WORTH = 1e-3
 TURNS = 0.5
 """Share of the budget in which all starts, and the best group move of each, have one turn each."""
 CONTINUED = 2
-"""Of the descents that their turn interrupted, the best, which go on."""
+"""Interrupted descents that go on: the best."""
 BESIDE = 0.85
 """Share of the time left that further starts may take: of many tables on many ranks, descents from others end dearer
 than these are."""
@@ -55,7 +55,7 @@ class SearchResult:
     candidates: int
     """Moves and swaps rated."""
     cut_short: bool
-    """Whether the deadline ended the search before its budget."""
+    """True if the deadline ended the search before its budget."""
 
 
 @torch.inference_mode()
@@ -162,9 +162,9 @@ class _Descents:
         self._candidates = 0
         self.budget = budget
         self.unfinished: dict[Sharding, None] = {}
-        """Where descents were when their turn ended, while they still gained."""
+        """Ends of descents that were interrupted while they still gained."""
         self._turns: dict[Sharding, int] = {}
-        """What a turn from each start took of the budget."""
+        """Budget that a turn from each start took."""
 
     def result(self, starts: Sequence[Sharding], in_time: bool) -> SearchResult:
         """Return the best after moves from some starts, which differ in nothing else, and from perturbed copies, in

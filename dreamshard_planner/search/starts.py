@@ -45,9 +45,7 @@ TABLES_MOVED = 2000
 
 
 class OptionTotals:
-    """What a choice of options asks of all ranks together, their exchanges included: the numbers that starts are made
-    from. Tables with fewer options than others are padded with ones that cost infinitely much.
-    """
+    """Totals over all ranks of each option, exchanges included."""
 
     def __init__(self, cost: Cost) -> None:
         problem = cost.problem
@@ -70,18 +68,17 @@ class OptionTotals:
 
     @property
     def least_ms(self) -> float:
-        """Of all ranks together, whatever they need: over the ranks, no sharding whose costs add up is
-        cheaper."""
+        """Lower bound on the cost of all ranks together, if costs add up."""
         return float(self.total_ms_TO.min(1).sum())
 
     @property
     def may_fit(self) -> bool:
-        """Whether all ranks together have as much of each memory as the options that need least of it."""
+        """False if even the smallest options exceed some memory of all ranks together."""
         least_M = np.where(np.isfinite(self.total_ms_TO)[..., None], self.needs_TOM, np.inf).min(1).sum(0)
         return bool(has_room(least_M, self.limits_M))
 
     def bytes_M(self, options: np.ndarray) -> np.ndarray:
-        """Of chosen options, over all ranks."""
+        """Return what chosen options need over all ranks."""
         return self.needs_TOM[np.arange(len(options)), options].sum(0)
 
 
@@ -159,7 +156,7 @@ def level_starts(
 
 
 def _affordable(cost: Cost, asked: OptionTotals, allowed_TO: np.ndarray, fill: float) -> _Start | None:
-    """A level choice that fits: memory that runs short gets a price, doubled until it does."""
+    """Find a level choice that fits: memory that runs short gets a price, doubled until it does."""
     limits_M = asked.limits_M
     price_M = used_M = np.zeros(len(limits_M))
     first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(limits_M, 1)
@@ -178,7 +175,7 @@ def _affordable(cost: Cost, asked: OptionTotals, allowed_TO: np.ndarray, fill: f
 
 @dataclass(frozen=True)
 class _Start:
-    """A sharding that fits, and the options that would have been chosen if memory cost nothing."""
+    """A sharding that fits, and the options that would be chosen if memory cost nothing."""
 
     sharding: Sharding
     faster_T: np.ndarray

@@ -32,20 +32,20 @@ def in_steps(cost_ms: Costs, unit: float) -> Costs:
 
 
 def rounded(cost_ms: Tensor, unit: float) -> Tensor:
-    """The same in units."""
+    """Return costs rounded to these steps, in units."""
     return in_steps(cost_ms, unit) / 10**DIGITS
 
 
 Change = tuple[int, int, tuple[int, ...]]
-"""A table, the option that it takes, and the positions of that option's units."""
+"""Table, option, and positions of the option's units."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What the cost of a sharding would be after some changes."""
+    """Costs of a sharding after some trials."""
 
     changes: list[list[Change]]
-    """Of each trial, all that belong together."""
+    """Changes of each trial."""
     overall_Q: Tensor
     """Cost in whole steps; infinite where memory does not allow it."""
     square_Q: Tensor
@@ -53,12 +53,12 @@ class Tried:
 
     @cached_property
     def key_Q(self) -> Tensor:
-        """What orders trials: the cost, and among equals the sum of squares."""
+        """Sort key: the cost, and among equals the sum of squares."""
         return self.overall_Q + self.square_Q / (self.square_Q.max() * 2).clamp_min(1e-30)
 
 
 class State:
-    """What one plan, or several side by side, sums to on every rank. Moves, swaps and re-shards start from these sums.
+    """Sums of one plan, or of several side by side, on every rank. Moves, swaps and re-shards start from them.
 
     Args:
         cost: the problem and its cost.
@@ -123,7 +123,7 @@ class PlacementState(State):
         self.assignment_BP = assignment_BP.clone()
         approximates = cost.compute.approximates
         self.approximate_ms_DG = self.approximate_ms(self.latent_DGH) if approximates else self.group_ms_DG
-        """The same as :attr:`group_ms_DG` where costs are not approximated."""
+        """Approximate cost of each group; :attr:`group_ms_DG` itself if costs are not approximated."""
 
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """Forward + backward, approximately, [...]."""

@@ -1,7 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's constraints as the planner uses them: one value per feature, and the sharding types that may be used; with
-the types that a table may not take, and who left each out: the sharder, the user, the topology, placement rules,
-TorchRec's defects, or exact training."""
+"""Constraints for planning: one value per feature, the allowed sharding types, and reasons against all others.
+
+Types are left out by the sharder, the user, the topology, placement rules, TorchRec's defects, or exact training.
+"""
 
 from __future__ import annotations
 
@@ -47,52 +48,52 @@ UNEVEN_OUTPUTS = (
     "(leave output_dtype out, quantize the exchange by the sharder's qcomm_codecs_registry, or name the type in the "
     "table's constraint)"
 )
-"""Types that not every rank takes part in, for tables that put out another type than float32."""
+"""Reason against types that leave some rank without the table, if it puts out another type than float32."""
 DEFAULT = "*"
-"""Key of the constraint of every table that has none of its own."""
+"""Key of the constraint of all tables without one of their own."""
+
+
+@dataclass(frozen=True)
+class ModuleTraits:
+    """Properties of a module that its tables share, from statistics and constraints."""
+
+    varied_batches: bool = False
+    """True if batch sizes vary by feature."""
+    weighted_batches: bool = False
+    """True if batches carry weights of lookups."""
+    whole_on_all_ranks: bool = False
+    """True if its tables have one output type and are at least twice as many as the ranks, so that whole tables leave
+    no rank without one; a plan that does so is refused."""
 
 
 @dataclass(frozen=True)
 class AllowedTypes:
-    """What a planner allows of every table that it plans."""
+    """Sharding types that the planner's settings allow for any table."""
 
     compute_device: str
-    """Of the topology."""
     sharding_types: Sequence[str] | None = None
     """TorchRec's names of the types to use; None for all."""
     exact_training: bool = True
-    """Whether types that change how a table is trained are left out, unless its constraint names them, or neither its
-    sharder nor its constraint's kernels leave another."""
+    """True to leave out types that change a table's training, unless its constraint names them or nothing else is
+    left by its sharder and its constraint's kernels."""
     optimizers_attached: bool = False
-    """To the replicas of data-parallel tables, some of which then train exactly."""
+    """True if optimizers are attached to the replicas of data-parallel tables, some of which then train exactly."""
     in_groups: bool = False
-    """Whether the ranks form several sharding groups (2D parallelism)."""
+    """True for several sharding groups (2D parallelism)."""
     has_ssd: bool = True
-    """Whether the topology has SSDs; TorchRec leaves ``key_value`` out where not."""
+    """True if the topology has SSDs, without which TorchRec leaves ``key_value`` out."""
     legal: LegalRanks | None = None
-    """Where tables may lie; None for anywhere."""
+    """Ranks that placement rules allow; None for all."""
     ranks: int = 1
     """Number of ranks that exchange outputs."""
     impossible: Mapping[str, str] = field(default_factory=dict)
     """Sharding types that the topology leaves no place for, and why."""
 
     def left_out(
-        self,
-        table: ShardableTable,
-        constraint: ParameterConstraints,
-        varied_batches: bool = False,
-        weighted_batches: bool = False,
-        alike_outputs: bool = False,
+        self, table: ShardableTable, constraint: ParameterConstraints, traits: ModuleTraits | None = None
     ) -> dict[str, str]:
-        """The sharding types that a table may not take by the compute kernels of its constraint, and why.
-
-        Args:
-            table: of the model.
-            constraint: its own.
-            varied_batches: whether statistics know that batches of its module's features differ in size.
-            weighted_batches: whether statistics know that these carry weights of lookups.
-            alike_outputs: whether its module has tables of one output type for all ranks (:func:`_alike_outputs`).
-        """
+        """Return the sharding types that a table may not take by the kernels of its constraint, and why."""
+        traits = traits or ModuleTraits()
         supported = table.sharder.sharding_types(self.compute_device)
         named = constraint.sharding_types or None
         facts = table.facts(
@@ -100,10 +101,13 @@ class AllowedTypes:
             constraint.output_dtype,
             attached=self.optimizers_attached,
             in_groups=self.in_groups,
-            varied_batches=bool(constraint.batch_sizes) or varied_batches,
-            weighted_batches=bool(constraint.is_weighted) or weighted_batches,
+            varied_batches=bool(constraint.batch_sizes) or traits.varied_batches,
+            weighted_batches=bool(constraint.is_weighted) or traits.weighted_batches,
         )
-        uneven = facts.quantized is None and self._may_send_unevenly(table, constraint)
+        # Ranks exchange outputs as they are; towers exchange within their host.
+        exchanges = self.ranks > 1 and not table.in_tower and not exchange_codecs(table.sharder)
+        output = output_type(table.owner.fused_params(constraint.output_dtype))
+        uneven = facts.quantized is None and exchanges and output != torch.float32
         ruled_out = {**self.impossible, **(self.legal.left_out(table.fqn) if self.legal else {})}
         processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
 
@@ -127,7 +131,7 @@ class AllowedTypes:
                 return "TorchRec wants it named"
             if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
                 return "TorchRec wants it named for feature processors"
-            if uneven and SHARDING_TYPES[kind].span != "world" and not (alike_outputs and kind == TW):
+            if uneven and SHARDING_TYPES[kind].span != "world" and not (traits.whole_on_all_ranks and kind == TW):
                 return UNEVEN_OUTPUTS
             return None
 
@@ -148,14 +152,8 @@ class AllowedTypes:
                 left_out[kind] = f"it runs as {spec.runs_as}"
         return left_out
 
-    def _may_send_unevenly(self, table: ShardableTable, constraint: ParameterConstraints) -> bool:
-        """Return whether ranks exchange the table's outputs as they are, and these are not float32."""
-        if self.ranks == 1 or table.in_tower or exchange_codecs(table.sharder):  # towers exchange within their host
-            return False
-        return output_type(table.owner.fused_params(constraint.output_dtype)) != torch.float32
-
     def _offers(self, table: ShardableTable, kind: str, constraint: ParameterConstraints) -> bool:
-        """Whether the table's sharder has the type, by kernels that its constraint allows."""
+        """Return whether the table's sharder offers the type with a kernel that its constraint allows."""
         if kind not in table.sharder.sharding_types(self.compute_device):
             return False
         kernels, named = table.sharder.compute_kernels(kind, self.compute_device), constraint.compute_kernels
@@ -163,7 +161,7 @@ class AllowedTypes:
 
 
 def reasons_in_words(left_out: Mapping[str, str]) -> str:
-    """Types with the reason that they share, as "column_wise, row_wise: the sharder does not offer it"."""
+    """Group types by reason, as "column_wise, row_wise: the sharder does not offer it"."""
     kinds: dict[str, list[str]] = {}
     for kind, reason in sorted(left_out.items()):
         kinds.setdefault(reason, []).append(kind)
@@ -171,21 +169,20 @@ def reasons_in_words(left_out: Mapping[str, str]) -> str:
 
 
 class PlanningConstraints(dict[str, ParameterConstraints]):
-    """TorchRec's constraints by table name, as :func:`planning_constraints` makes them."""
+    """Constraints by table name, made by :func:`planning_constraints`."""
 
     def __init__(self, constraints: Mapping[str, ParameterConstraints]) -> None:
         super().__init__(constraints)
         self.left_out: dict[str, dict[str, str]] = {}
-        """By fully qualified name of a table, the sharding types that it may not take, and why."""
+        """Sharding types that a table may not take, and why, by its fully qualified name."""
         self.torchrec_lengths: dict[str, list[float]] = {}
-        """By table name, the pooling factors that TorchRec itself counts, where these are fewer than features: one
-        given for all of them, or its default, is that of the table."""
+        """Pooling factors that TorchRec itself counts, by table name, if they are fewer than the features."""
 
 
 def given_constraints(
     constraints: Mapping[str, ParameterConstraints | None] | None,
 ) -> dict[str, ParameterConstraints] | None:
-    """A copy without those that are None, which TorchRec passes over; TypeError, naming the table, for other things."""
+    """Copy without entries of None, which TorchRec ignores; TypeError names the table of any other value."""
     if constraints is None:
         return None
     if not isinstance(constraints, Mapping):
@@ -238,25 +235,22 @@ def planning_constraints(
     statistics: TableStatistics | None,
     allowed: AllowedTypes,
 ) -> PlanningConstraints:
-    """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
-    ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
+    """Copy the constraints, one per table, with allowed types and one value per feature, for TorchRec's estimates.
 
-    A feature's pooling factor comes from ``statistics``, else from the table's constraint, else from TorchRec's
-    default.
+    A feature's pooling factor comes from ``statistics``, else from the constraint, else from TorchRec's default.
 
     Args:
         module: the model.
         sharders: its sharders.
-        constraints: the user's, by table name.
+        constraints: of the user, by table name.
         statistics: per feature.
-        allowed: whatever the table.
+        allowed: types for any table.
 
     Raises:
-        PlannerError: where no type is left for a table, numbers make no sense, or lengths don't match the features.
+        PlannerError: no type is left for a table, a number is impossible, or lengths do not match the features.
     """
     tables = shardable_tables(module, sharders)
-    varied, weighted = _unusual_batches(tables, statistics or {})
-    uniform = _alike_outputs(tables, constraints or {}, allowed.ranks)
+    traits = _module_traits(tables, constraints or {}, statistics or {}, allowed.ranks)
     expanded = PlanningConstraints(constraints or {})
     by_name: dict[str, list[ShardableTable]] = {}
     for table in tables:
@@ -269,12 +263,7 @@ def planning_constraints(
         for table in namesakes:
             kernels = _usable_kernels(table, constraint, allowed.compute_device, allowed.has_ssd)
         constraint.compute_kernels = kernels
-        left_out = {
-            one.fqn: allowed.left_out(
-                one, constraint, one.path in varied, one.path in weighted, alike_outputs=one.path in uniform
-            )
-            for one in namesakes
-        }
+        left_out = {one.fqn: allowed.left_out(one, constraint, traits[one.path]) for one in namesakes}
         expanded.left_out |= left_out
         constraint.sharding_types = _usable_types(left_out, constraint.sharding_types)
         known = any(feature in (statistics or {}) for one in namesakes for feature in one.feature_names)
@@ -296,7 +285,7 @@ def planning_constraints(
 def _fill_per_feature(
     constraint: ParameterConstraints, name: str, features: Sequence[str], known: Mapping[str, FeatureStatistics]
 ) -> None:
-    """Give a table's constraint one value per feature, in place."""
+    """Set one value per feature in a table's constraint."""
     given = per_feature(constraint.pooling_factors, len(features), name, "pooling_factors")
     constraint.pooling_factors = [
         known[feature].pooling_factor if feature in known else factor
@@ -308,43 +297,33 @@ def _fill_per_feature(
             setattr(constraint, what, per_feature(values, len(features), name, what))
 
 
-def _unusual_batches(
-    tables: Iterable[ShardableTable], statistics: Mapping[str, FeatureStatistics]
-) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the paths of modules of which statistics know batch sizes that vary by feature, and of those of which they
-    know batches with weights."""
+def _module_traits(
+    tables: Iterable[ShardableTable],
+    constraints: Mapping[str, ParameterConstraints],
+    statistics: Mapping[str, FeatureStatistics],
+    ranks: int,
+) -> dict[str, ModuleTraits]:
+    """Return the traits of every module, by its path."""
     known: dict[str, dict[str, FeatureStatistics]] = {}
+    outputs: dict[str, list[torch.dtype]] = {}
     for table in tables:
         counted = {name: statistics[name] for name in table.feature_names if name in statistics}
         known.setdefault(table.path, {}).update(counted)
-    varied = frozenset(path for path, features in known.items() if in_smaller_batches(features))
-    weighted = (path for path, features in known.items() if any(one.weighted for one in features.values()))
-    return varied, frozenset(weighted)
-
-
-def _alike_outputs(
-    tables: Iterable[ShardableTable], constraints: Mapping[str, ParameterConstraints], ranks: int
-) -> frozenset[str]:
-    """Return the paths of modules whose tables have one output type and are at least twice as many as the ranks, so
-    that whole tables leave no rank without one; a plan that does so is refused."""
-    outputs: dict[str, list[torch.dtype]] = {}
-    for table in tables:
         given = constraints.get(table.name)
         params = table.owner.fused_params(None if given is None else given.output_dtype)
         outputs.setdefault(table.path, []).append(output_type(params))
-    return frozenset(path for path, found in outputs.items() if len(found) >= 2 * ranks and len({*found}) == 1)
+    return {
+        path: ModuleTraits(
+            varied_batches=bool(in_smaller_batches(features)),
+            weighted_batches=any(one.weighted for one in features.values()),
+            whole_on_all_ranks=len(outputs[path]) >= 2 * ranks and len({*outputs[path]}) == 1,
+        )
+        for path, features in known.items()
+    }
 
 
 def _keep_means_apart(tables: Sequence[ShardableTable], constraints: PlanningConstraints) -> None:
-    """Narrow the types of every module's tables to those that mean pooling survives, in place.
-
-    Args:
-        tables: of the model.
-        constraints: of these.
-
-    Raises:
-        PlannerError: none is left for a table.
-    """
+    """Leave out types that break mean pooling in a module, in place; PlannerError if none is left for a table."""
     modules: dict[str, list[ShardableTable]] = {}
     for table in tables:
         modules.setdefault(table.path, []).append(table)
@@ -372,16 +351,14 @@ def _keep_means_apart(tables: Sequence[ShardableTable], constraints: PlanningCon
 
 
 def without_mixed_means(types: Mapping[str, Collection[str]], means: Collection[str]) -> dict[str, list[str]]:
-    """The types that the tables of one module may be given whatever the others are: a mean-pooled table in blocks of
-    rows leaves no other type to any table of its module, see ``MIXED_MEAN``.
+    """Return types of a module's tables that are compatible in any combination, see ``MIXED_MEAN``.
+
+    If a mean-pooled table may only be in blocks of rows, all tables are; otherwise no mean-pooled table is. A list may
+    be empty.
 
     Args:
-        types: what each table may be by itself.
-        means: the tables with mean pooling.
-
-    Returns:
-        By table; blocks of rows alone if some mean-pooled table may be nothing else, and otherwise no such blocks of
-        mean-pooled tables. A list may be empty.
+        types: allowed types of each table by itself.
+        means: tables with mean pooling.
     """
     kept = {name: list(kinds) for name, kinds in types.items()}
     if len(types) == 1:
@@ -394,12 +371,13 @@ def without_mixed_means(types: Mapping[str, Collection[str]], means: Collection[
 def _usable_kernels(
     table: ShardableTable, constraint: ParameterConstraints, compute_device: str, has_ssd: bool
 ) -> list[str] | None:
-    """The compute kernels that a table may use: its sharder offers them, the device runs them, and its constraint names
-    them where it names any. Unnamed, unknown kernels are used where the sharder offers no others. None where TorchRec
-    would take the same ones unasked: its statistics list the tables that users constrained.
+    """Return the compute kernels that sharder, device and constraint allow a table.
+
+    Unknown kernels are used if they are named or the sharder offers no others. None stands for TorchRec's own choice,
+    since TorchRec's statistics list all constrained tables.
 
     Raises:
-        PlannerError: there are none; says whether the sharder or the constraint is the reason.
+        PlannerError: there are none, because of the sharder or the constraint.
     """
     sharder = table.sharder
     types = sharder.sharding_types(compute_device)
@@ -439,14 +417,14 @@ def _usable_kernels(
 
 
 def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str] | None) -> list[str]:
-    """Those that all tables of one name may use, sorted.
+    """Return the types that all tables of one name may use, sorted.
 
     Args:
-        left_out: by table.
-        named: in their constraint.
+        left_out: types and reasons by table.
+        named: types in their constraint.
 
     Raises:
-        PlannerError: none is left; says why each was left out.
+        PlannerError: none is left; gives all reasons.
     """
     usable = sorted(kind for kind in SHARDING_TYPES if not any(kind in reasons for reasons in left_out.values()))
     if usable:

@@ -1,6 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Checks of what users and topologies give: numbers before tensors hold them, where they must not overflow; and what
-is hardly meant.
+"""Checks of inputs: numbers that would overflow tensors, and inputs that are hardly meant.
 
 Shapes: S shards, D devices, M limits.
 """
@@ -44,20 +43,19 @@ from dreamshard_planner.torchrec_components.compat import optimizer_name
 from dreamshard_planner.workload.statistics import TableStatistics
 
 MAX_BYTES = 2**60
-"""Of all tables together, and so of any memory that limits them: what is larger is as good as this. Sums of a few fit
-into int64."""
+"""Most bytes of all tables and of any memory: sums of a few fit into int64."""
 MAX_PER_SAMPLE = 2**40
-"""Lookups or poolings per sample, and samples per batch, of one feature."""
+"""Most lookups or poolings per sample, or samples per batch, of one feature."""
 PER_FEATURE = ("pooling_factors", "num_poolings", "batch_sizes")
-"""What a constraint has of each feature."""
+"""Fields of a constraint with a value per feature."""
 DIM_STEP = 4
 """FBGEMM's kernels read four columns at once."""
 MAX_MEANT_DIM = 8192
-"""More columns than embeddings have; rows and dim are taken to have changed places."""
+"""Most columns of embeddings; beyond, rows and dim have probably changed places."""
 
 
 def check_constraint(constraint: ParameterConstraints, table: ShardableTable) -> None:
-    """PlannerError, naming the table, for values of a constraint that make no sense."""
+    """Raise PlannerError, naming the table, for impossible values of a constraint."""
     for what in PER_FEATURE:
         check_per_feature(getattr(constraint, what) or (), table.name, what)
     for what in ("sharding_types", "compute_kernels"):
@@ -78,7 +76,7 @@ def check_constraint(constraint: ParameterConstraints, table: ShardableTable) ->
 
 
 def check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTable]) -> None:
-    """PlannerError where several tables of one name cannot share the constraint of that name."""
+    """Raise PlannerError if tables of one name cannot share the constraint of that name."""
     counts, named = {len(table.feature_names) for table in tables}, sorted(table.fqn for table in tables)
     for what in PER_FEATURE:
         values = getattr(constraint, what)
@@ -92,7 +90,7 @@ def check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTab
 
 
 def check_per_feature(values: Sequence[float], table: str, what: str) -> None:
-    """PlannerError, naming the table, where a value is no number or cannot be meant."""
+    """Raise PlannerError, naming the table, if a value is no number or out of bounds."""
     if not isinstance(values, Iterable):
         raise refused(f"table {table!r}: {what} must be a list, one number per feature, got {values!r}")
     for value in values:
@@ -106,10 +104,10 @@ def check_per_feature(values: Sequence[float], table: str, what: str) -> None:
 
 
 def per_feature(values: Sequence[float], count: int, table: str, what: str) -> list[float]:
-    """One value per feature; a single value holds for all of them.
+    """Return one value per feature; a single value holds for all.
 
     Raises:
-        PlannerError: where the lengths don't match, or a value is no number or cannot be meant.
+        PlannerError: lengths do not match, or a value is no number or out of bounds.
     """
     check_per_feature(values, table, what)
     if len(values) == count:
@@ -123,7 +121,7 @@ def per_feature(values: Sequence[float], count: int, table: str, what: str) -> l
 
 
 def checked_seed(seed: int) -> int:
-    """The seed; TypeError unless it is a whole number, ValueError for one that torch's generators do not take."""
+    """Return the seed; TypeError unless it is a whole number, ValueError if torch's generators do not take it."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise TypeError(f"seed must be a whole number, the same for the same plan; got {seed!r}")
     if not -(2**63) <= int(seed) < 2**64:
@@ -132,7 +130,7 @@ def checked_seed(seed: int) -> int:
 
 
 def check_topology(topology: Topology) -> None:
-    """PlannerError, naming the device, where a memory is no number of bytes."""
+    """Raise PlannerError, naming the rank, if a memory is no number of bytes."""
     for rank, device in enumerate(topology.devices):
         for kind in MEMORY_KINDS:
             size = getattr(device.storage, kind.lower())
@@ -145,7 +143,7 @@ def check_topology(topology: Topology) -> None:
 
 
 def available_bytes(topology: Topology) -> Tensor:
-    """Memory of every device, int64 [D, M]; below nothing where more is reserved than there is."""
+    """Return the memory of every device, int64 [D, M]; negative if the reservation exceeds it."""
     check_topology(topology)
     sizes = [[getattr(device.storage, kind.lower()) for kind in MEMORY_KINDS] for device in topology.devices]
     return torch.tensor(
@@ -154,14 +152,13 @@ def available_bytes(topology: Topology) -> Tensor:
 
 
 def needed_bytes(shards: Sequence[Shard]) -> Tensor:
-    """What every shard needs, int64 [P, M]."""
+    """Return the memory that every shard needs, int64 [P, M]."""
     needs = [[min(getattr(shard.storage, kind.lower()), MAX_BYTES) for kind in MEMORY_KINDS] for shard in shards]
     return torch.tensor(needs, dtype=torch.int64).view(-1, len(MEMORY_KINDS))
 
 
 def check_needs(tables: Iterable[Sequence[ShardingOption]]) -> None:
-    """PlannerError where the first shards of all tables together need more than :data:`MAX_BYTES` of some memory,
-    however each is sharded; names the table that needs most."""
+    """Raise PlannerError if the first shards of all tables exceed :data:`MAX_BYTES` of some memory."""
     for kind in MEMORY_KINDS:
 
         def need(option: ShardingOption, kind: str = kind.lower()) -> int:
@@ -191,11 +188,10 @@ def unused_names(
     constraints: Mapping[str, ParameterConstraints] | None,
     statistics: TableStatistics | None,
 ) -> tuple[str, ...]:
-    """What constraints and statistics name that the model does not have, in words: one dictionary of either may serve
-    several models.
+    """Tell which tables and features of constraints and statistics the model lacks.
 
     Raises:
-        StatisticsError: no statistics are for a feature of it.
+        StatisticsError: no statistics are for a feature of the model.
     """
     tables = shardable_tables(module, sharders)
     features = [feature for table in tables for feature in table.feature_names]
@@ -210,8 +206,11 @@ def _constraints_of_others(
     constraints: Mapping[str, ParameterConstraints] | None,
     every: bool,
 ) -> str | None:
-    """Which constraints no table of the model has, sharded or not, in words, where that is true of every constraint, or
-    of some but not all; None elsewhere, and for a model without tables."""
+    """Tell which constraints match no table of the model, sharded or not, or None.
+
+    Args:
+        every: True to tell only if no constraint matches, False only if some match.
+    """
     known = {table.name for table in shardable_tables(module, sharders)} | table_configs(module).keys()
     known |= {f"{path}.{name}" for path, child in module.named_modules() for name in table_configs(child, deep=False)}
     unknown = [name for name in constraints or {} if name not in known]
@@ -230,9 +229,11 @@ def doubtful_inputs(
     compute_device: str,
     constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> tuple[str, ...]:
-    """What is hardly meant, in words, known before anything is planned: dims that kernels refuse or nobody means, ids
-    in statistics that a table has no rows for, constraints of which none is for a table of the model, and tables whose
-    constraint names another device."""
+    """Tell which inputs are hardly meant, before planning.
+
+    These are dims that kernels refuse or that are too large, ids beyond a table's rows, constraints of which none is
+    for a table of the model, and tables whose constraint names another device.
+    """
     of_others = _constraints_of_others(module, sharders, constraints, every=True)
     found = [] if of_others is None else [of_others]
     tables = shardable_tables(module, sharders)
@@ -266,7 +267,7 @@ def doubtful_inputs(
 
 
 def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) -> Iterator[str]:
-    """Tell why FBGEMM's CPU kernels cannot train a table under its constraint; quantized tables are served alone."""
+    """Tell why FBGEMM's CPU kernels cannot train a table under its constraint."""
     if not table.parameter.is_floating_point():
         return
     declared = getattr(table.config, "data_type", None)  # a collection holds bfloat16 tables as float16 until sharded

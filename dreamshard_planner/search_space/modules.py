@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Which tables TorchRec would shard, and how their modules describe them."""
+"""Tables that TorchRec would shard, with facts from their modules and sharders."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from dreamshard_planner.torchrec_components.compat import grid_takes_varied_batc
 
 
 def table_configs(module: nn.Module, deep: bool = True) -> dict[str, Any]:
-    """The ``EmbeddingBagConfig`` or ``EmbeddingConfig`` of every table of ``module``, by table name, and if ``deep`` of
-    those inside; empty for modules without configs, such as ``nn.EmbeddingBag``."""
+    """Return the config of every table of ``module``, and if ``deep`` of its children, by table name.
+
+    Modules such as ``nn.EmbeddingBag`` have none.
+    """
     configs: dict[str, Any] = {}
     for child in module.modules() if deep else (module,):
         for method in ("embedding_bag_configs", "embedding_configs"):
@@ -43,9 +45,10 @@ def table_configs(module: nn.Module, deep: bool = True) -> dict[str, Any]:
 
 
 def without_weights(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> nn.Module:
-    """A copy to plan once more, whose parameters take no memory: TorchRec shards the modules of a model in place.
-    Modules that have no sharder are bare ones, since some cannot be copied, and planning counts their parameters
-    alone."""
+    """Copy a model on the meta device, to plan it again after TorchRec has sharded it in place.
+
+    Modules without a sharder become bare ones: some cannot be copied, and planning only counts their parameters.
+    """
     sharded = {sharder_name(sharder.module_type) for sharder in sharders}
     copies: dict[int, nn.Module] = {}
     weights: dict[int, nn.Parameter] = {}
@@ -73,20 +76,19 @@ def without_weights(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Modul
 
 
 def brings_optimizer(module: nn.Module) -> TypeGuard[FusedEmbeddingBagCollection | FusedEmbeddingCollection]:
-    """Whether the module has an optimizer of its own, which it keeps whatever its tables' sharding type."""
+    """Return whether the module has its own optimizer, which it keeps for any sharding type."""
     return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
 
 
 def exchange_codecs(sharder: ModuleSharder[nn.Module] | None) -> dict[str, Any]:
-    """What a module's exchanges are quantized by, by TorchRec's name of the exchange; empty where they are not."""
+    """Return the codecs that quantize a module's exchanges, by TorchRec's name of the exchange."""
     return getattr(sharder_of_tables(sharder), "qcomm_codecs_registry", None) or {}
 
 
 def fused_params(
     module: nn.Module, sharder: ModuleSharder[nn.Module] | None, output_dtype: DataType | None = None
 ) -> dict[str, Any]:
-    """Arguments of the fused kernels of a module's tables: their sharder's, the optimizer that it brings itself, and
-    what a table's constraint says of its output, a ``SparseType``."""
+    """Return the fused kernels' arguments, from sharder, module and a table's constraint; outputs as ``SparseType``."""
     given = getattr(sharder_of_tables(sharder), "fused_params", None) or {}
     output = given.get("output_dtype") if output_dtype is None else output_dtype
     if isinstance(output, DataType):
@@ -98,19 +100,19 @@ def fused_params(
 
 
 def output_type(params: Mapping[str, Any]) -> torch.dtype:
-    """Return the type of what fused kernels with these arguments put out, float32 by default."""
+    """Return the output type of fused kernels with these arguments, float32 by default."""
     output = params.get("output_dtype")
     return torch.float32 if output is None else output.as_dtype()
 
 
 def is_mean(config: Any) -> bool:
-    """Whether a table's config asks for mean pooling."""
+    """Return whether a table's config asks for mean pooling."""
     return getattr(config, "pooling", None) is PoolingType.MEAN
 
 
 @dataclass(frozen=True, eq=False)
 class TableModule:
-    """A module whose tables TorchRec shards, with what all of its tables share."""
+    """A module whose tables TorchRec shards, with facts that its tables share."""
 
     path: str
     """Fully qualified name of the module."""
@@ -119,12 +121,12 @@ class TableModule:
 
     @cached_property
     def configs(self) -> dict[str, Any]:
-        """See :func:`table_configs`."""
+        """Configs of its tables by name, see :func:`table_configs`."""
         return table_configs(self.module)
 
     @cached_property
     def is_weighted(self) -> bool:
-        """Whether lookups carry weights, also where it only wraps such a module: feature processors give them."""
+        """True if lookups carry weights, also if a feature processor gives them to a wrapped module."""
         says = (getattr(child, "is_weighted", None) for child in self.module.modules())
         return any(is_weighted() for is_weighted in says if callable(is_weighted))
 
@@ -134,12 +136,12 @@ class TableModule:
 
     @cached_property
     def remaps_ids(self) -> bool:
-        """Whether ids are given rows while training, so that nobody knows an id's row beforehand."""
+        """True if ids get their rows while training, so that an id's row is unknown."""
         remapping = ManagedCollisionCollection | GenericITEPModule
         return any(isinstance(child, remapping) for child in self.module.modules())
 
     def fused_params(self, output_dtype: DataType | None = None) -> dict[str, Any]:
-        """Arguments of the fused kernels of the tables, see :func:`fused_params`."""
+        """Return arguments of its fused kernels, see :func:`fused_params`."""
         if output_dtype not in self._fused_params:
             self._fused_params[output_dtype] = fused_params(self.module, self.sharder, output_dtype)
         return self._fused_params[output_dtype]
@@ -176,21 +178,21 @@ class ShardableTable:
 
     @property
     def config(self) -> Any:
-        """Its ``EmbeddingBagConfig`` or ``EmbeddingConfig``; None where the module has none."""
+        """``EmbeddingBagConfig`` or ``EmbeddingConfig``; None if the module has none."""
         return self.owner.configs.get(self.name)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Empty where the module has no configs."""
+        """Names of its features; empty if the module has no configs."""
         return () if self.config is None else tuple(self.config.feature_names)
 
     @property
     def in_tower(self) -> bool:
-        """Whether TorchRec wants it on one host with others."""
+        """True if TorchRec wants it on one host with others."""
         return isinstance(self.module, EmbeddingTower | EmbeddingTowerCollection)
 
     def optimizer(self, output_dtype: DataType | None = None) -> str:
-        """See :func:`~dreamshard_planner.torchrec_components.compat.optimizer_name`."""
+        """Return FBGEMM's name of its in-backward optimizer."""
         return optimizer_name(self.parameter, self.owner.fused_params(output_dtype))
 
     @property
@@ -211,15 +213,12 @@ class ShardableTable:
         varied_batches: bool = False,
         weighted_batches: bool = False,
     ) -> TableFacts:
-        """Facts that decide which sharding types the table may have.
+        """Return the facts that decide which sharding types the table may have.
 
         Args:
             compute_device: of the topology.
             output_dtype: of the table's constraint.
-            attached: whether in-backward optimizers are attached to replicas.
-            in_groups: whether the ranks form several sharding groups.
-            varied_batches: whether features of its module are known to come in batches of different sizes.
-            weighted_batches: whether batches are known to carry weights of lookups.
+            attached, in_groups, varied_batches, weighted_batches: see :class:`TableFacts`.
         """
         given = self.owner.fused_params(output_dtype)
         return TableFacts(
@@ -255,7 +254,7 @@ def unsharded_modules(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Mod
 
 
 def shardable_tables(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> list[ShardableTable]:
-    """Every table of ``module`` that has a sharder."""
+    """Return every table of ``module`` that has a sharder."""
     by_name = {sharder_name(sharder.module_type): sharder for sharder in sharders}
     found, queue = [], [("", module)]
     while queue:

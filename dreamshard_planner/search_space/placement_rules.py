@@ -1,10 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The user's rules on where tables lie: together, apart, on certain ranks; and the limits of ranks that they become.
+"""Placement rules of users (together, apart, on certain ranks), and the limits per rank that express them.
 
-Policy, greedy rules and search keep within limits, whatever these count. A table that may lie on some ranks only needs
-one of a count that is nothing on all other ranks; tables that are apart need one each of a count that is one on every
-rank. Tables that are together get their rank beforehand, heavy groups first, each on the rank with least to do; all
-others are placed around them.
+Policy, heuristics and search keep limits of any kind. A table for some ranks needs a count that others lack.
+Tables that are apart need one each of a count that is one on every rank. Tables that are together get their rank first,
+heavy groups before light ones.
 
 Shapes: P parts, D ranks, R rules.
 """
@@ -35,16 +34,15 @@ from dreamshard_planner.workload.tables import FeatureStatistics
 class PlacementRules:
     """Rules that every plan keeps; for ``DreamShardPlanner(placement_rules=...)``.
 
-    Tables are named as in TorchRec's constraints, by their own names (then all tables of that name are meant), or by
-    fully qualified ones.
+    Tables are named by their own names, which means all tables of that name, or by fully qualified ones.
 
     Args:
-        together: groups of tables, each group whole on one rank. Groups that share a table are one.
-        apart: groups of tables of which no rank holds two shards, be they of two tables or of one.
+        together: groups of tables that lie whole on one rank each. Groups that share a table are one.
+        apart: groups of tables of which no rank holds two shards.
         on_ranks: ranks that may hold shards of a table.
 
     Raises:
-        ValueError: a group has fewer than two tables, tables are both together and apart, or a rank is no rank.
+        ValueError: a group has fewer than two tables, tables are both together and apart, or a rank is impossible.
 
     Example::
 
@@ -68,12 +66,10 @@ class PlacementRules:
     @property
     def names(self) -> list[str]:
         """All tables that some rule names, each once."""
-        return list(
-            dict.fromkeys([name for group in (*self.together, *self.apart) for name in group] + [*self.on_ranks])
-        )
+        return [*dict.fromkeys(name for group in (*self.together, *self.apart, self.on_ranks) for name in group)]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, the same for the same rules in another order."""
+        """Return the rules for JSON, in a canonical order."""
         return {
             "together": sorted(map(list, self.together)),
             "apart": sorted(map(list, self.apart)),
@@ -108,19 +104,19 @@ def _ranks(name: str, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 PLENTY = 2**20
-"""Count of a rule on ranks that it allows: more than there are parts."""
+"""Count of a rule on the ranks that it allows, above any number of parts."""
 
 
 @dataclass(frozen=True)
 class LegalRanks:
-    """Where the tables of a model may lie; tables by fully qualified name."""
+    """Ranks that rules allow a model's tables, by fully qualified name."""
 
     world_size: int
     host_size: int
     allowed: Mapping[str, frozenset[int]]
-    """Of tables that may not lie everywhere."""
+    """Ranks of tables that are not allowed everywhere."""
     together: tuple[tuple[str, ...], ...] = ()
-    """Groups whose members are allowed one and the same rank."""
+    """Groups of tables that share one allowed rank."""
     apart: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
@@ -131,17 +127,17 @@ class LegalRanks:
         topology: Topology,
         statistics: TableStatistics | None = None,
     ) -> LegalRanks:
-        """The rules for a model.
+        """Apply rules to a model.
 
         Args:
-            rules: the user's.
+            rules: of the user.
             tables: of the model.
             topology: its ranks.
-            statistics: how features read their tables; others are taken to read one row per sample.
+            statistics: by feature; other features count as one lookup per sample.
 
         Raises:
-            PlannerError: a rule names no table, one table by several names alone, or a rank that there is not; a
-                table belongs to an embedding tower; or no ranks are left for tables that are together, or apart.
+            PlannerError: a rule names an unknown table or rank, one table by several names, or a table of an embedding
+                tower; or no ranks are left.
         """
         fqns = _fully_qualified(rules.names, tables)
         towers = {table.fqn for table in tables if table.in_tower}
@@ -162,7 +158,7 @@ class LegalRanks:
         return legal
 
     def left_out(self, fqn: str) -> dict[str, str]:
-        """Sharding types that the rules leave a table no place for, and why."""
+        """Return the sharding types that the rules leave a table no place for, and why."""
         everywhere = frozenset(range(self.world_size))
         ranks, reason = self.allowed.get(fqn, everywhere), None
         if ranks != everywhere:
@@ -178,7 +174,7 @@ class LegalRanks:
         return {kind: reason for kind, spec in SHARDING_TYPES.items() if spec.span in wide}
 
     def limits(self, fqn_P: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """What parts need of each rule's count, int64 [P, R], and what ranks have of it, int64 [D, R]."""
+        """Return need of each rule's count by part, int64 [P, R], and room by rank, int64 [D, R]."""
         groups: dict[frozenset[int], set[str]] = {}
         for fqn, ranks in self.allowed.items():
             groups.setdefault(ranks, set()).add(fqn)
@@ -192,8 +188,7 @@ class LegalRanks:
         return need_PR.view(len(fqn_P), len(rules)), room_DR.reshape(self.world_size, len(rules))
 
     def check(self, shardings: Mapping[str, TableSharding], name: str) -> None:
-        """PlannerError, naming rule and tables, for a plan that breaks a rule of ranks or of being apart, or has tables
-        on several ranks that belong on one, whichever that is."""
+        """Raise PlannerError, naming rule and tables, for a plan that breaks a rule; groups may share any rank."""
         held = {fqn: {shard.rank for shard in sharding.shards} for fqn, sharding in shardings.items()}
         one_rank = {fqn for group in self.together for fqn in group}
         for fqn, ranks in self.allowed.items():
@@ -214,7 +209,7 @@ class LegalRanks:
                     holders[shard.rank] = fqn
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of a plan should know."""
+        """Return notes for the report of a plan."""
         return (
             "the plan keeps placement_rules; rivals that break them count as infeasible",
             *(
@@ -224,7 +219,7 @@ class LegalRanks:
         )
 
     def _check_apart(self) -> None:
-        """PlannerError where tables that are apart cannot all find a rank."""
+        """Raise PlannerError if tables that are apart do not all find a rank."""
         for group in self.apart:
             ranks = [self.allowed.get(fqn, range(self.world_size)) for fqn in group]
             possible = np.zeros((len(group), self.world_size), dtype=np.int8)
@@ -236,8 +231,7 @@ class LegalRanks:
 
 
 def _shares(tables: Sequence[ShardableTable], statistics: Mapping[str, FeatureStatistics]) -> dict[str, float]:
-    """What each table asks of a rank, as a share of what all tables ask: of bytes, or of columns read if that is
-    more."""
+    """Return each table's share of all bytes or of all columns read, whichever is larger."""
 
     def lookups(table: ShardableTable) -> float:
         features = table.feature_names
@@ -256,7 +250,7 @@ def _settle(
     share: Mapping[str, float],
     world_size: int,
 ) -> None:
-    """Give every group that is together a rank, in place: by the shares of tables whose rank is settled already."""
+    """Give every group that is together a rank, in place: the allowed one with the least share so far."""
     every, loads = frozenset(range(world_size)), [0.0] * world_size
     grouped = {fqn for group in together for fqn in group}
     for fqn, ranks in allowed.items():
@@ -276,7 +270,7 @@ def _settle(
 
 
 def _fully_qualified(names: Iterable[str], tables: Sequence[ShardableTable]) -> dict[str, list[str]]:
-    """The tables that each name means."""
+    """Return the tables of each name."""
     known: dict[str, list[str]] = {}
     for table in tables:
         for name in {table.name, table.fqn}:
@@ -288,7 +282,7 @@ def _fully_qualified(names: Iterable[str], tables: Sequence[ShardableTable]) -> 
 
 
 def _members(group: Sequence[str], fqns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The tables of a group, each once, by whichever names."""
+    """Return the tables of a group, each once."""
     members = tuple(dict.fromkeys(fqn for name in group for fqn in fqns[name]))
     if len(members) < 2:
         raise refused(f"placement_rules have a group {list(group)}, all of which are one table, {members[0]!r}")

@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Which in-backward optimizers the replicas of a data-parallel table can follow exactly, and how.
+"""In-backward optimizers that replicas of a data-parallel table can follow exactly.
 
-FBGEMM's fused kernels update the rows that a batch read. A replica's gradient is as large as its table, and zero in all
-other rows, so a rule that leaves a row of zero gradient as it is does to the whole table what the kernel does.
+FBGEMM's fused kernels update the rows that a batch read. A replica's gradient is zero in all other rows, so a rule that
+leaves rows of zero gradient unchanged equals the kernel.
 
 Shapes: R rows, C columns of a table.
 """
@@ -24,9 +24,9 @@ from dreamshard_planner.torchrec_components import compat
 
 _KERNEL = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
 FUSED_DEFAULTS = {name: float(_KERNEL[name].default) for name in ("learning_rate", "eps")}
-"""What FBGEMM's kernels take where nobody says. PyTorch's optimizers of the same names have other defaults."""
+"""Defaults of FBGEMM's kernels; PyTorch's optimizers of the same names have others."""
 BOUNDS_CHECK: BoundsCheckMode = _KERNEL["bounds_check_mode"].default
-"""What becomes of ids that a table has no rows for, where nobody says."""
+"""Default treatment of ids beyond a table's rows."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ReplicaRule:
     """An optimizer of replicas that equals FBGEMM's fused one."""
 
     state: Callable[[Tensor], Tensor] | None
-    """Makes the state ("momentum1") of a table of these weights [R, C]; None: it has none."""
+    """Makes the state ("momentum1") for weights [R, C]; None without state."""
     update: Callable[[Tensor, Tensor, Any, float, float], None]
-    """Of weights [R, C], in place, by gradient [R, C], what ``state`` made or None, learning rate and eps."""
+    """Updates weights [R, C] in place, by gradient [R, C], state or None, learning rate and eps."""
 
 
 def _sgd(weight_RC: Tensor, gradient_RC: Tensor, state: None, learning_rate: float, eps: float) -> None:
@@ -60,8 +60,8 @@ REPLICA_RULES = {
     "exact_adagrad": ReplicaRule(torch.zeros_like, _adagrad),
     "exact_rowwise_adagrad": ReplicaRule(lambda weight: weight.new_zeros(len(weight)), _rowwise_adagrad),
 }
-"""By FBGEMM's name of the optimizer, in lower case. With what changes rows that no lookup read (weight decay, momentum)
-a kernel and a replica differ; so they do where the gradient is rounded (half precision)."""
+"""Rules by FBGEMM's name of the optimizer, in lower case. Weight decay and momentum, which change rows without lookups,
+and rounded gradients (half precision) have none."""
 
 READ = frozenset({"optimizer", "learning_rate", "lr", "eps"})
 UNCHANGING = frozenset(
@@ -79,12 +79,14 @@ UNCHANGING = frozenset(
         "uvm_host_mapped",
     }
 )
-"""Arguments of the fused kernel that say where it keeps float32 rows, not what becomes of them."""
+"""Arguments of the fused kernel that do not change float32 results."""
 
 
 def in_backward_arguments(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments of a table's fused kernel, as TorchRec puts them together: those of ``apply_optimizer_in_backward``
-    before the sharder's. Without an ``"optimizer"`` where none was given."""
+    """Return the arguments of a table's fused kernel: ``apply_optimizer_in_backward`` overrides the sharder's.
+
+    They have no ``"optimizer"`` if none was given.
+    """
     arguments = {**(fused_params or {}), **compat.optimizer_arguments(parameter)}
     if compat.optimizer_classes(parameter) or arguments.get("optimizer") is not None:
         arguments["optimizer"] = compat.optimizer_name(parameter, fused_params)
@@ -95,27 +97,27 @@ DENSE_KERNELS = (
     "the plan gives them dense kernels, which drop the in-backward optimizer, so the tables are not trained. Call "
     "apply_optimizer_in_backward before construct_module_sharding_plan, or give compute_kernel='fused'"
 )
-"""Warning of tables that are cut but have a dense kernel, as TorchRec gives those without an in-backward optimizer."""
+"""Warning of cut tables with a dense kernel, which TorchRec gives tables without an in-backward optimizer."""
 
 
 def replicas_follow(parameter: Tensor, fused_params: Mapping[str, Any] | None, module: nn.Module) -> bool:
-    """Whether replicas of an unsharded table can be trained by the in-backward optimizer that it was given."""
+    """Return whether replicas of an unsharded table can follow its in-backward optimizer."""
     return why_not_replicas(in_backward_arguments(parameter, fused_params), parameter.dtype, module) is None
 
 
 def replica_rule(arguments: Mapping[str, Any]) -> ReplicaRule | None:
-    """The rule of a fused kernel's optimizer; None where there is none for replicas."""
+    """Return the rule of a fused kernel's optimizer, or None."""
     optimizer = arguments.get("optimizer")
     return REPLICA_RULES.get(getattr(optimizer, "name", str(optimizer)).lower())
 
 
 def why_not_replicas(arguments: Mapping[str, Any], dtype: torch.dtype, module: nn.Module | None = None) -> str | None:
-    """Why replicas of a table would not be trained as it is by a fused kernel of these arguments; None where they are.
+    """Return why replicas would not train as a fused kernel with these arguments does, or None if they do.
 
     Args:
         arguments: of :func:`in_backward_arguments`, or a sharded table's ``fused_params``.
         dtype: of its weights.
-        module: of the table, unsharded; None where it is known to be a collection of TorchRec's.
+        module: of the table, unsharded; None for a collection of TorchRec's.
     """
     if module is not None and not any(
         isinstance(child, EmbeddingBagCollection | EmbeddingCollection) for child in module.modules()

@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What TorchRec does under each name of a sharding type: one row per type, which all that depends on types reads.
+"""The table of sharding types, which all code that depends on types reads.
 
-A new type is one more row; what its collectives cost is measured as that of the others. Read in torchrec 1.6.1 to
-1.9.2, and compared with its sharders and its training in the tests. Read everywhere, also before torch is imported.
+A new type is one more row, and its measured collectives. The rows follow TorchRec 1.6.1 to 1.9.2, and tests compare
+them with its sharders and its training. Imported before torch.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ class Exchange:
     """A collective that carries a table's output forward and its gradient backward."""
 
     over: Literal["world", "host", "across"]
-    """Which ranks exchange, see :class:`~dreamshard_planner.cost.collectives.Collective`."""
+    """Ranks that exchange, see :class:`~dreamshard_planner.cost.collectives.Collective`."""
     forward: str | None
-    """Operation of the forward pass: ``all_to_all``, ``reduce_scatter``; None where nothing is exchanged."""
+    """Operation of the forward pass: ``all_to_all``, ``reduce_scatter`` or None."""
     backward: str
-    """The same of the backward pass; an ``all_reduce`` is of the gradient of the whole table."""
+    """Operation of the backward pass; an ``all_reduce`` is of the whole table's gradient."""
 
     @property
     def operation(self) -> str:
-        """The one that names it."""
+        """Operation that names the exchange."""
         return self.forward or self.backward
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """How a quantized table is stored."""
+    """Storage of a quantized table."""
 
     shards_apart: bool
-    """Whether its shards will have scales and biases apart from their weights, as its sharder or its module asks."""
+    """True if its shards keep scales and biases apart from weights, as sharder or module ask."""
     columns_are_dims: bool
-    """Whether a column of its tensor is a dimension of its embeddings: not where scales lie in the rows, or a weight
-    takes several bytes."""
+    """True if a column of its tensor is an embedding dimension, not a byte of scales or wider weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,22 +56,22 @@ class TableFacts:
     """Bytes of one weight."""
     is_mean: bool
     is_weighted: bool
-    """Whether lookups carry weights: the module asks for them, or batches are known to have them."""
+    """True if the module asks for weights of lookups, or batches are known to have them."""
     is_sequence: bool
     bag_mode: str | None
     """Mode of an ``nn.EmbeddingBag``; None for other modules."""
     attached: bool
-    """Whether in-backward optimizers are attached to the replicas of data-parallel tables."""
+    """True if in-backward optimizers are attached to the replicas of data-parallel tables."""
     replicas_follow: bool
-    """Whether they do what the table's own would, see ``replica_rules.py``; False where none are attached."""
+    """True if attached optimizers equal the table's own, see ``replica_rules.py``."""
     quantized: Quantized | None
     """Storage of a quantized table; None for tables that are trained."""
     varied_batches: bool
-    """Whether features of its module are known to come in batches of different sizes."""
+    """True if batch sizes of its module are known to vary by feature."""
     grid_takes_varied_batches: bool
-    """Whether the installed TorchRec runs grid_shard on such batches."""
+    """True if the installed TorchRec runs grid_shard on such batches."""
     in_groups: bool
-    """Whether the ranks form several sharding groups (2D parallelism)."""
+    """True for several sharding groups (2D parallelism)."""
 
 
 @dataclass(frozen=True)
@@ -82,25 +81,25 @@ class CutFacts:
     kernel: str
     compute_device: str
     is_bag: bool
-    """Whether the table is an ``nn.EmbeddingBag``."""
+    """True for an ``nn.EmbeddingBag``."""
     has_slices: bool
-    """Whether no shard has all columns."""
+    """True if no shard has all columns."""
     lacks_rows: bool
-    """Whether some shard has none."""
+    """True if some shard has no rows."""
     is_too_wide: bool
-    """Whether a GPU would train more columns at once than FBGEMM's kernels can."""
+    """True if a GPU would train more columns at once than FBGEMM's kernels can."""
     misses_rows: bool
-    """Whether some block starts or ends elsewhere than TorchRec's lookup assumes."""
+    """True if some block starts or ends elsewhere than TorchRec's lookup assumes."""
 
 
 @dataclass(frozen=True)
 class Reason(Generic[Case]):
-    """Why a type is not proposed for some tables, or some options of it are not: for how they cut the table."""
+    """A reason not to propose a type for some tables, or some options of it."""
 
     where: str
-    """Which tables or options, in words, for the documentation."""
+    """Tables or options that it holds for, for the documentation."""
     holds: Callable[[Case], bool]
-    """The same of one table, or of one option."""
+    """Returns whether it holds for a table or an option."""
     text: str
 
 
@@ -111,65 +110,64 @@ THROUGH_HOSTS = (Exchange("host", "reduce_scatter", "all_gather"), Exchange("acr
 
 @dataclass(frozen=True)
 class ShardingTypeSpec:
-    """What TorchRec does with a table of one sharding type."""
+    """TorchRec's treatment of a table of one sharding type."""
 
     in_words: str
-    """Who computes what in the forward pass, for the documentation."""
+    """Ranks and their work in the forward pass, for the documentation."""
     _: KW_ONLY
     span: Ranks = "rank"
-    """Which ranks one unit of its shards occupies: a unit's shards lie on ranks that follow on each other, one on
-    each, and one unit of span ``host`` on the ranks of one host."""
+    """Ranks of one unit of its shards: consecutive ranks with one shard each, for ``host`` those of one host."""
     batch: Ranks = "world"
-    """Whose samples each kernel sees. ``rank``: every shard is the whole table, for the samples of its own rank."""
+    """Ranks whose samples each kernel sees. ``rank``: every shard is the whole table, for its own rank's samples."""
     splits_rows: bool = False
     splits_columns: bool = False
     exchanges: tuple[Exchange, ...] = ALL_TO_ALL
-    """Of pooled outputs, in the order of the forward pass."""
+    """Exchanges of pooled outputs, in the order of the forward pass."""
     sequence_exchanges: tuple[Exchange, ...] | None = None
-    """Of sequence tables; None: the same."""
+    """Exchanges of sequence tables; None: as pooled ones."""
     kernels: tuple[str, ...] = FUSED_KERNELS
     """Compute kernels that TorchRec may give it."""
     broken: tuple[Reason[TableFacts], ...] = ()
-    """Tables for which TorchRec accepts it and computes wrongly or crashes: never proposed, whoever asks."""
+    """Tables for which TorchRec computes wrongly or crashes: never proposed."""
     broken_cuts: tuple[Reason[CutFacts], ...] = ()
-    """The same of single options."""
+    """Options for which TorchRec computes wrongly or crashes."""
     inexact: tuple[Reason[TableFacts], ...] = ()
-    """Tables that train differently than whole ones: proposed where a table's constraint names the type, which is
-    consent, or with ``exact_training=False``."""
+    """Tables that train differently than whole ones: proposed if a constraint names the type, or with
+    ``exact_training=False``."""
     pooled_on: tuple[str, ...] = ("cuda",)
-    """Devices on which TorchRec's own sharders offer it for an ``EmbeddingBagCollection``."""
+    """Devices for which TorchRec's sharders offer it for an ``EmbeddingBagCollection``."""
     sequence_on: tuple[str, ...] = ()
-    """The same for an ``EmbeddingCollection``."""
+    """Devices for which TorchRec's sharders offer it for an ``EmbeddingCollection``."""
     only_named: bool = False
-    """Whether TorchRec offers it only to tables whose constraint names it."""
+    """True if TorchRec offers it only to tables whose constraint names it."""
     runs_as: str | None = None
-    """The type that is the same at run time and leaves more freedom to a plan."""
+    """Type that is equal at run time and gives a plan more freedom."""
     divides_means_late: bool = False
-    """Whether TorchRec pools mean tables as sums, and divides the module's whole output afterwards."""
+    """True if TorchRec pools mean tables as sums, and divides the module's whole output afterwards."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether one rank holds the table, and computes all of it."""
+        """True if one rank holds and computes the whole table."""
         return self.span == "rank" and not (self.splits_rows or self.splits_columns)
 
     @property
     def splits_unasked(self) -> bool:
-        """Whether it cuts tables into parts that nothing else would cut so, without being named."""
+        """True if it splits tables without being named, in a way that no other type does."""
         return (self.splits_rows or self.splits_columns) and not (self.runs_as or self.only_named)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole table."""
+        """True if every rank holds the whole table."""
         return self.batch == "rank"
 
     def exchanges_of(self, pooled: bool) -> tuple[Exchange, ...]:
-        """Of pooled or of sequence tables."""
+        """Return the exchanges of pooled or of sequence tables."""
         return self.exchanges if pooled or self.sequence_exchanges is None else self.sequence_exchanges
 
 
 ELEMENTWISE_OPTIMIZERS = frozenset({"sgd", "exact_sgd", "exact_adagrad", "adam"})
-"""FBGEMM's names of the in-backward optimizers whose state has the shape of the weights: a column slice updates its
-columns as the whole table would. Others keep a state, or a norm, per row, and every slice then has one of its own."""
+"""FBGEMM's in-backward optimizers whose state has the shape of the weights, so that column slices train exactly. Others
+keep a state or a norm per row, of which every slice has its own."""
 
 STATE_PER_SLICE: Reason[TableFacts] = Reason(
     "optimizers that are not element-wise (row-wise Adagrad, LAMB, ...)",
@@ -177,7 +175,7 @@ STATE_PER_SLICE: Reason[TableFacts] = Reason(
     "every column slice keeps a row-wise optimizer state of its own",
 )
 MOST_CUDA_COLUMNS = 1024
-"""Of one shard: FBGEMM's optimizers refuse more, and its pooled forward has returned zeros for more."""
+"""Most columns of a shard: FBGEMM's optimizers refuse more, and its pooled forward has returned zeros for more."""
 
 OPTIMIZER_OUTSIDE: Reason[TableFacts] = Reason(
     "unless optimizers are attached to the replicas",
@@ -364,26 +362,26 @@ SHARDING_TYPES = {
         pooled_on=ANYWHERE,
     ),
 }
-"""All that there are, by TorchRec's names."""
+"""All sharding types, by TorchRec's names."""
 LATE_MEANS = frozenset(kind for kind, spec in SHARDING_TYPES.items() if spec.divides_means_late)
-"""The types of which some tables have mean pooling only where all tables of their module have one of these."""
+"""Types that a mean-pooled table may have only if all tables of its module have one of them."""
 MIXED_MEAN = (
     "TorchRec divides the output of every table of the module that is not row_wise or table_row_wise once more, where "
     "one that is has mean pooling"
 )
-"""Broken as well, but of a module's tables together."""
+"""Defect of a module's tables together."""
 
 
 def broken(sharding_type: str, facts: TableFacts) -> str | None:
-    """Why the type is never proposed for such a table; None where it may be."""
+    """Return why the type is never proposed for such a table, or None."""
     return first_reason(SHARDING_TYPES[sharding_type].broken, facts)
 
 
 def inexact(sharding_type: str, facts: TableFacts) -> str | None:
-    """What the type changes in the training of such a table; None where the table trains as a whole one would."""
+    """Return the change in training by the type, or None if the table trains as a whole one."""
     return first_reason(SHARDING_TYPES[sharding_type].inexact, facts)
 
 
 def first_reason(reasons: tuple[Reason[Case], ...], case: Case) -> str | None:
-    """Text of the first reason that holds; None if none does."""
+    """Return the text of the first reason that holds, or None."""
     return next((reason.text for reason in reasons if reason.holds(case)), None)

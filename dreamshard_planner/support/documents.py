@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""JSON documents as instances of dataclasses, or refused with the place of the mistake."""
+"""Parse JSON documents into dataclasses, or refuse them with the place of the mistake."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ T = TypeVar("T")
 adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 STRICT = {"extra": "forbid"}
-"""Pydantic's settings, as ``__pydantic_config__`` of a dataclass: nothing unknown."""
+"""Settings for ``__pydantic_config__`` of a dataclass: unknown keys are errors."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Unbounded = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value), Field(ge=0)]
-"""Infinite, which JSON has no number for, where it is null: a rate that nothing limits, the cost of no plan."""
+"""A number, or null for infinity, which JSON lacks: an unlimited rate, the cost of no plan."""
 Count = Annotated[int, Field(ge=0)]
 Several = Annotated[int, Field(ge=1)]
 
 UNKNOWN = "unexpected_keyword_argument"
-"""What pydantic calls a key that a dataclass lacks."""
+"""Pydantic's type of error for an unknown key."""
 
 
 def one_of(choices: Collection[str]) -> AfterValidator:
-    """Those names and no others."""
+    """Return a validator that allows only these names."""
 
     def check(value: str) -> str:
         if value not in choices:
@@ -48,14 +48,13 @@ def one_of(choices: Collection[str]) -> AfterValidator:
 
 
 PLAIN = {bool, int, float, str, type(None)}
-"""Types of values that JSON has, and that nothing changes in place."""
+"""Immutable types of JSON's values."""
 _names: Callable[[type], tuple[str, ...]] = cache(lambda kind: tuple(entry.name for entry in fields(kind)))
 
 
 def document_of(value: Any) -> Any:
-    """What ``dataclasses.asdict`` makes of dataclasses, lists, tuples, dicts and plain values, in a fraction of its
-    time: it asks of every number what it is. Infinity becomes None, as :data:`Unbounded` reads it, of a dataclass's
-    own entries alone."""
+    """Return a dataclass as a JSON document, faster than ``dataclasses.asdict``; infinite fields become None, as
+    :data:`Unbounded` reads them."""
     kind = type(value)
     if kind in PLAIN:
         return None if value == math.inf else value
@@ -69,14 +68,14 @@ def document_of(value: Any) -> Any:
 
 
 def entries_of(path: str | Path, form: str, known: range, remedy: str, error: type[DreamShardError]) -> dict[str, Any]:
-    """The entries of a JSON file of our own, without its format and version.
+    """Return the entries of one of this package's JSON files, without format and version.
 
     Args:
         path: the file.
         form: its format.
-        known: versions that this package reads.
-        remedy: what to do about a file of an earlier one.
-        error: raised where it is another file; names it.
+        known: readable versions.
+        remedy: advice for older files.
+        error: raised for any other file; names it.
     """
     document = read_json(path, error)
     if not isinstance(document, dict) or document.pop("format", None) != form:
@@ -95,25 +94,25 @@ def check_version(where: object, version: Any, known: range, remedy: str, error:
 
 
 def parsed(kind: type[T], document: Any, where: object, error: type[DreamShardError]) -> T:
-    """What a document holds, with no text taken for a number.
+    """Return a document as a dataclass; texts are never taken for numbers.
 
     Args:
         kind: a dataclass, or any type that pydantic knows.
-        document: as ``json.loads`` has it.
+        document: as ``json.loads`` returns it.
         where: file, and entry in it, for messages.
-        error: raised where the document is none; names ``where``, the key, what is wrong with it, and what is there.
+        error: raised for a mistake; names ``where``, key, problem and value.
     """
     try:
         return adapter(kind).validate_json(json.dumps(document), strict=True)
     except ValidationError as reason:
-        # A name that nothing has first: what is missing may be meant by it.
+        # Unknown keys first: a missing one may be misspelt.
         mistake, *others = sorted(reason.errors(include_url=False), key=lambda found: found["type"] != UNKNOWN)
         more = f" (and {len(others)} more)" if others else ""
         raise error(f"{where}: {_in_words(kind, document, mistake)}{more}") from reason
 
 
 def _in_words(kind: type, document: Any, mistake: Mapping[str, Any]) -> str:
-    """One of pydantic's mistakes: its place, what it is, and what is there."""
+    """Return one of pydantic's mistakes as a sentence with place, problem and value."""
     place, key = "", str(mistake["loc"][-1]) if mistake["loc"] else ""
     for part in mistake["loc"]:
         try:

@@ -20,30 +20,23 @@ from typing import Any, BinaryIO
 from dreamshard_planner.errors import DreamShardError, FileError
 
 MAX_READ_BYTES = 2 << 30
-"""Longest file that is read at all; of a hundred million lookups' statistics, a thousandth is needed."""
-MAX_NESTING = 24
-"""Of JSON; ours nests six levels deep."""
-MIN_FREE_BYTES = 1 << 20
-"""What must be free where a result will go: more than a checkpoint takes."""
-MAX_SHOWN = 300
-"""Characters of foreign content in a message."""
+"""Longest file that is read; statistics of a hundred million lookups take a thousandth of it."""
+MAX_NESTING = 24  # levels of JSON; this package's files have six
+MIN_FREE_BYTES = 1 << 20  # for a result: more than a checkpoint takes
+MAX_SHOWN = 300  # characters of foreign content in a message
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_SHOWN
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise unless :func:`write_whole` can write there as things are: to be asked before minutes of work, not after.
-
-    Raises:
-        FileError: names the file and the reason.
-    """
+    """Raise FileError, with file and reason, if :func:`write_whole` could not write there now."""
     with _new_beside(path) as (file, _):
         os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Replace or make a file. Readers, other writers and a crash see the old content or the new, never a part.
+    """Replace or make a file atomically: readers, other writers and a crash see the old content or the new.
 
     Args:
         path: a symbolic link is followed, and stays.
@@ -61,8 +54,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
 
 @contextmanager
 def _new_beside(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, Path]]:
-    """A new file with a name of its own in the folder of ``path``, gone at the end unless renamed, and what ``path``
-    leads to."""
+    """Yield a new file beside ``path``, removed at the end unless renamed, and the path without links."""
     target = Path(os.path.realpath(path))
     try:
         if target.is_dir():
@@ -84,7 +76,7 @@ def _new_beside(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, Path]]
 
 
 def open_locked(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file to read and write, unbuffered, made if missing; until it is closed no other process gets it so.
+    """Open or make a file, unbuffered, and lock it for this process until it is closed.
 
     Raises:
         FileError: another process has it, or it cannot be opened; names the file.
@@ -97,7 +89,7 @@ def open_locked(path: str | os.PathLike[str]) -> BinaryIO:
                 if not stat.S_ISREG(found.st_mode):
                     raise FileError(f"{path}: is no regular file")
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever had it may have removed or replaced it just before; then the lock is on nothing.
+                # Its last owner may have removed or replaced it just before; then the lock is on nothing.
                 if os.path.exists(path) and os.path.samestat(found, os.stat(path)):
                     return file
             except BaseException:
@@ -126,7 +118,7 @@ def check_readable(path: str | os.PathLike[str], error: type[DreamShardError], w
 
 
 def read_json(path: str | os.PathLike[str], error: type[DreamShardError]) -> Any:
-    """The document in a JSON file, of at most :data:`MAX_NESTING` levels; raises ``error``, which names the file."""
+    """Return the document in a JSON file; raises ``error``, which names the file."""
     check_readable(path, error)
     try:
         return parse_json(Path(path).read_bytes())
@@ -137,7 +129,7 @@ def read_json(path: str | os.PathLike[str], error: type[DreamShardError]) -> Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises ValueError, whatever is wrong with the text."""
+    """Return a JSON document of at most :data:`MAX_NESTING` levels; raises ValueError for any mistake."""
     try:
         document = json.loads(text, object_pairs_hook=_unique)
     except RecursionError as error:
@@ -152,7 +144,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; ValueError where it has a key twice."""
+    """Return an object; raises ValueError for a repeated key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
@@ -161,7 +153,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def brief(value: object) -> str:
-    """For messages: the text of an error, else the representation of a value, however long or deep they are."""
+    """Return an error's text or a value's representation for messages, shortened."""
     if not isinstance(value, Exception):
         return _REPR.repr(value)
     text = str(value)

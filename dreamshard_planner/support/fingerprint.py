@@ -1,6 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A digest of everything that a plan was made from, the same in every process, so that a stored plan is only loaded for
-what it was made for."""
+"""Digests of the inputs of a plan, equal in every process: a stored plan loads for the same inputs only."""
 
 from __future__ import annotations
 
@@ -20,16 +19,15 @@ MAX_DEPTH = 32
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of :func:`canonical`, in hexadecimal."""
+    """Return the SHA-256 of :func:`canonical` in hexadecimal."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()
 
 
 def canonical(value: Any, depth: int = MAX_DEPTH) -> str:
-    """A text that is the same for equal values in every process: without addresses, without the order of sets and
-    dictionaries, with tensors by their bytes and other objects by their type and attributes.
+    """Return a text that is equal for equal values in every process.
 
-    Raises:
-        ValueError: for values that hold themselves, or nest deeper than :data:`MAX_DEPTH`.
+    It has no addresses and no order of sets and dictionaries; tensors count by their bytes, other objects by type and
+    attributes. Raises ValueError for values that hold themselves, or nest deeper than :data:`MAX_DEPTH`.
     """
     if depth == 0:
         raise ValueError(f"values nest deeper than {MAX_DEPTH} levels, or hold themselves: {type(value).__name__}")

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""How far a long step is, for people."""
+"""Show the progress of long steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 @contextmanager
 def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, ``done`` of ``total`` at first, which may be unknown; call what it yields with a note, and the
-    steps made (1); steps past ``total`` are not shown."""
+    """Show a bar on stderr; the yielded function takes a note and the steps made (1).
+
+    ``total`` may be unknown; steps past it are not shown.
+    """
     bar = Progress(
         TextColumn(what),
         BarColumn(),
@@ -31,13 +33,12 @@ def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> 
 
 
 LONG_SECONDS = 10.0
-"""After which a step that takes them is told of in a log as well."""
+"""Time after which a log names a running step."""
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """On stderr: that something is being done. On a terminal for how long already, and nothing stays; elsewhere in one
-    line, if it takes long."""
+    """Say on stderr that a step runs: on a terminal with a clock that vanishes, elsewhere if it takes long."""
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     if console.is_terminal:
         columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())

@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The state that torch and the garbage collector keep for a whole thread or process, set aside while a plan is made.
+"""Set aside the state of torch and the garbage collector while a plan is made.
 
-A training script may well have a default device, a default dtype or autocast in force where it asks for a plan. None of
-them is meant for the small tensors of a planner, which would fail, or round differently and give another plan.
+A training script may have a default device, a default dtype or autocast in force. The planner's small tensors would
+fail under them, or round differently and give another plan.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def neutral() -> Iterator[None]:
-    """The state of a fresh process, also as a decorator: tensors are real, fp32 and on the CPU unless they say
-    otherwise, products of matrices are not rounded to less, gradients are on. On the way out, whatever happens, the
-    caller's state is back, its random numbers included. Threads count for themselves, see :func:`single_thread`."""
+    """Give torch the state of a fresh process; also a decorator.
+
+    Tensors are real, fp32 and on the CPU by default, products of matrices have full precision, gradients are on. The
+    caller's state comes back at the end, random numbers included. For threads see :func:`single_thread`.
+    """
     with ExitStack() as stack:
-        # Modes first, so that what follows is not done to fake tensors.
+        # Modes first, so that the rest does not act on fake tensors.
         stack.enter_context(_disable_current_modes())  # FakeTensorMode and all others that intercept operations
         stack.enter_context(torch._C.DisableTorchFunction())  # default devices are a mode of this kind
         stack.enter_context(torch.inference_mode(False))
@@ -38,7 +40,7 @@ def neutral() -> Iterator[None]:
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """One intra-op thread: tiny matrices gain nothing from more, and rounding must not depend on them."""
+    """Use one intra-op thread: tiny matrices gain nothing from more, and rounding must not depend on them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -49,8 +51,11 @@ def single_thread() -> Iterator[None]:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Without Python's cyclic garbage collector, which would go through hundreds of thousands of new objects, all in
-    use, again and again: a quarter of the time of enumerating, a tenth of searching. Also as a decorator; nests."""
+    """Pause Python's cyclic garbage collector; also a decorator, and nests.
+
+    It would scan hundreds of thousands of live objects again and again: a quarter of the time of enumerating, a tenth
+    of searching.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A checkpoint's costs corrected for this machine, and how far off they are on it."""
+"""Correct a checkpoint's costs for this machine, or measure their errors on it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ from dreamshard_planner.training.config import TrainingConfig, measure, most_set
 from dreamshard_planner.workload.tables import Table, Workload
 
 BUSY_SHARE = 0.25
-"""Of the time of kernels: where others had the core for longer, caches and memory are not as they are in training."""
+"""Largest share of the kernels' time in which others had the core: they change caches and memory."""
 POOL = "broad"
-"""Tables to measure with where nobody gives any."""
-_MAX_TABLES, _MAX_WORK, _REPEATS = 40, {"cpu": 30e6, "cuda": 2.5e9}, 3
-"""Of a set, so that a minute measures many."""
-_ARENA_BYTES = {"cpu": 1 << 30}
-"""Of weights, beside which Adagrad has as many states."""
+"""Default tables to measure with."""
+_MAX_TABLES, _MAX_WORK, _REPEATS = 40, {"cpu": 30e6, "cuda": 2.5e9}, 3  # small sets: a minute measures many
+_ARENA_BYTES = {"cpu": 1 << 30}  # of weights; Adagrad's states take as much again
 
 
 def calibrate(
@@ -52,25 +50,29 @@ def calibrate(
     progress: bool = True,
     ranks: Ranks | None = None,
 ) -> Checkpoint:
-    """Correct a checkpoint's costs for this machine with few measurements, and write the result ``out``. All ``ranks``
-    measure, the first one does the rest.
+    """Correct a checkpoint's costs for this machine with few measurements, and write the result to ``out``.
 
-    Half of the time goes into sets of some tables, half into sets of others, unless ``tables`` are given. Each half
-    confirms what was fitted to the other (:mod:`dreamshard_planner.cost.correction`) and tells the errors before and
-    after: in the metadata under ``calibration``. Networks and measured collectives stay as they are. With one thread,
-    processor time counts; else the wall clock. An interrupted calibration, started again with the same settings, goes
-    on.
+    Two halves of the time measure sets of different tables, unless ``tables`` are given. Each half confirms the
+    corrections fitted to the other (:mod:`dreamshard_planner.cost.correction`). The metadata under ``calibration`` have
+    the errors before and after. Networks and measured collectives are kept. With one thread processor time counts, else
+    the wall clock. The same call continues an interrupted calibration.
 
     Args:
-        checkpoint: what is in use.
-        tables: whose optimizers, dims and lookups count; default: the pool ``broad`` with every optimizer.
-        batch_sizes: samples that kernels see; default: a ladder by device.
+        checkpoint: costs to correct.
+        out: file to write.
+        seconds: of measuring.
+        device: ``cpu`` or ``cuda``.
+        threads: intra-op threads.
+        tables: with the optimizers, dims and lookups that count. Default: the pool ``broad`` with every optimizer.
+        batch_sizes: samples that kernels see. Default: ``BATCH_SIZES`` of the device.
         collectives: of this machine, in place of the checkpoint's.
-        force: write the result even of few sets or a busy core.
+        seed: of the sets.
+        force: write the result even with few sets or a busy core.
+        progress: show bars on stderr.
+        ranks: processes that measure; the first one does the rest.
 
     Raises:
-        CalibrationRefused: nothing was written: too few sets, a core that others used as well, or costs that are not
-            good and that nothing made better.
+        CalibrationRefused: too few sets, a busy core, or bad costs that no correction improved; nothing was written.
         CheckpointError: the checkpoint has no cost network.
         DatasetError: an interrupted calibration with other settings left its blocks there.
         FileError: ``out`` cannot be written; before anything is measured.
@@ -122,7 +124,7 @@ def calibrate(
 
 
 def check(compute: ComputeCost, *, seconds: float = 10.0, device: str = "cpu", threads: int = 1) -> list[StageCheck]:
-    """How far a compute cost is off on this machine, by optimizer and direction, on sets of random tables."""
+    """Measure a compute cost's errors on this machine by optimizer and direction, on sets of random tables."""
     config, ranks = _config(seconds, device, threads, None, 1), Ranks()
     sets = _draw(dict.fromkeys(OPTIMIZERS, pool_tables((POOL,))[1]), config, 1, ranks)
     with TemporaryDirectory() as folder:
@@ -144,7 +146,7 @@ def _config(seconds: float, device: str, threads: int, batch_sizes: Sequence[int
 
 
 def _by_optimizer(tables: Sequence[Table]) -> dict[str, list[Table]]:
-    """A user's tables. Where their ids lie has no part in the kernel of a whole table."""
+    """Return a user's tables by optimizer, without the distribution of ids, which whole tables do not need."""
     pools: dict[str, list[Table]] = {}
     for table in tables:
         features = tuple(replace(feature, ids=None) for feature in table.features)
@@ -156,7 +158,7 @@ def _by_optimizer(tables: Sequence[Table]) -> dict[str, list[Table]]:
 def _draw(
     pools: Mapping[str, Sequence[Table]], config: TrainingConfig, seed: int, ranks: Ranks
 ) -> list[list[Workload]]:
-    """Random sets with one optimizer after the other, each of its tables."""
+    """Draw random sets that take turns in optimizers, each with its tables."""
     count, work = most_sets(config.seconds, ranks) // len(pools) + 1, _MAX_WORK[config.device]
     mix = GroupMix(rowwise_adagrad=0.0, adagrad=0.0)
     drawn = [
@@ -173,14 +175,14 @@ def _draw(
 def _measure(
     sets: Sequence[Sequence[Workload]], config: TrainingConfig, folder: Path, part: float, progress: bool, ranks: Ranks
 ) -> tuple[CostDataset, float]:
-    """Measured sets, and for what share of their time others had the core, on the rank where that was most."""
+    """Return measured sets, and the largest share of a rank's time in which others had the core."""
     with processor_time((config.device, config.threads) == ("cpu", 1)) as clock:
         data = measure(config, sets, folder, part, progress, ranks)
     return data, max(ranks.gather(lambda: clock.others_share))
 
 
 def _refuse(checks: Sequence[StageCheck], others_share: float, seconds: float) -> None:
-    """Raises CalibrationRefused where the result would be no better, or where that can't be known."""
+    """Raise CalibrationRefused if the result is no better, or if that is unknown."""
     reasons, fewest = [], min(check.sets for check in checks) // 2  # of each half
     if others_share > BUSY_SHARE:
         share = f"{100 * others_share:.0f} % of the time of the kernels (at most {100 * BUSY_SHARE:.0f} %)"
@@ -195,7 +197,7 @@ def _refuse(checks: Sequence[StageCheck], others_share: float, seconds: float) -
 
 
 def _checked(checks: Sequence[StageCheck], data: CostDataset) -> str:
-    """With what, and how far off, for reports."""
+    """Return optimizers with errors, dims and batches, for reports."""
     off: dict[str, list[str]] = {}
     for one in checks:
         off.setdefault(OPTIMIZERS[one.optimizer], []).append(f"{100 * one.after:.0f}")

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Whole trainings: collect -> fit -> improve, then again with placements that the current policy proposes."""
+"""Train: collect -> fit -> improve, then again with placements that the current policy proposes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ from dreamshard_planner.workload.tables import Workload
 
 
 def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks: Ranks | None = None) -> Checkpoint:
-    """Measure, fit and improve, and write the checkpoint ``out``; the dataset is kept beside it.
+    """Measure, fit and improve, and write the checkpoint ``out``, with the dataset beside it.
 
-    An interrupted training, started again with the same settings, continues its measurements. All ``ranks`` measure,
-    the first one does the rest.
+    The same call continues an interrupted training. All ``ranks`` measure; the first one does the rest.
     """
     out, ranks = Path(out), ranks or Ranks()
     for file in (out, out.with_suffix(".dataset.npz"), out.with_suffix(".test.npz")):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.workload.hot_ids import HotCounts
 from dreamshard_planner.workload.id_histogram import IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts, mean_reuse
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -38,6 +39,7 @@ class FeatureCounts:
         self._count_K = torch.zeros(NUM_REUSE_BINS, dtype=torch.float64)
         self._ids: IdHistogram | None = None
         self._ids_are_rows = True
+        self._hot: HotCounts | None = HotCounts()
         self._weighted = False
 
     def add(self, id_N: Tensor, samples: int, weighted: bool = False) -> None:
@@ -50,6 +52,8 @@ class FeatureCounts:
         histogram_K, distinct = histogram_of_counts(count_R)
         ids = IdHistogram.of_counts(id_R, count_R)
         self._add(1, samples, len(id_N), distinct, histogram_K, ids, weighted)
+        if self._hot is not None:
+            self._hot.add(id_R, count_R)
 
     def add_statistics(self, part: FeatureStatistics) -> None:
         """Count all batches that some statistics were taken from."""
@@ -59,6 +63,10 @@ class FeatureCounts:
             distinct = part.lookups if bins_K is None else part.lookups / float(mean_reuse(bins_K).clamp_min(1.0))
         lookups = part.pooling_factor * samples
         self._add(part.batches, samples, lookups, part.batches * distinct, bins_K, part.ids, part.weighted)
+        if part.hot is None and part.lookups:
+            self._hot = None
+        elif part.hot is not None and self._hot is not None:
+            self._hot.add_statistics(part.hot, part.batches)
 
     def _add(
         self,
@@ -99,7 +107,10 @@ class FeatureCounts:
             # The mean batch size is rounded: distinct rows must not exceed its lookups.
             distinct = min(self._counted / self._known_batches, pooling_factor * batch_size)
         ids = self._ids if self._ids_are_rows else None
-        return FeatureStatistics(pooling_factor, histogram, batch_size, distinct, ids, self._batches, self._weighted)
+        hot = None if self._hot is None or ids is None else self._hot.statistics(self._batches)
+        return FeatureStatistics(
+            pooling_factor, histogram, batch_size, distinct, ids, self._batches, self._weighted, hot
+        )
 
 
 class BatchCounts:

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.support.documents import STRICT
 from dreamshard_planner.support.files import brief
+from dreamshard_planner.workload.hot_ids import HotIds, hot_of_document
 from dreamshard_planner.workload.id_histogram import IdHistogram, merge, of_document
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 
@@ -101,9 +102,12 @@ class FeatureStatistics:
     weighted: bool = False
     """True if batches carry weights of lookups, even if the module asks for none."""
 
+    hot: Annotated[HotIds | None, BeforeValidator(hot_of_document)] = None
+    """Ids that a batch reads most. None: unknown."""
+
     def __post_init__(self) -> None:
-        if self.ids is not None and self.batch_size is None:
-            raise StatisticsError("a histogram of ids belongs to a batch size: give batch_size")
+        if (self.ids is not None or self.hot is not None) and self.batch_size is None:
+            raise StatisticsError("a histogram of ids and hot ids belong to a batch size: give batch_size")
         for name in ("pooling_factor", "distinct_rows"):
             value = getattr(self, name)
             try:

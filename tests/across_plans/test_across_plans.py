@@ -197,7 +197,7 @@ def test_states_that_are_no_tensors_are_carried_as_they_are(tmp_path: Path) -> N
 
 
 def test_nothing_of_an_entry_is_passed_over(tmp_path: Path) -> None:
-    """What is no table's: layers, states of their optimizer; entries that the state dict lacks are left alone."""
+    """Layers and their optimizer's states must all load; entries that the state dict lacks are left alone."""
     state = saved(tmp_path / "saved")
     state["optimizer"]["state"] |= {"dense.top.bias": {"exp_avg": torch.rand(5), "step": 3}}
     state["model"]["low.bias"] = torch.rand(2)

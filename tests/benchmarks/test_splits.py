@@ -32,7 +32,7 @@ def contests(count: int, types: tuple[str, ...] = TYPES) -> list[SplitContest]:
 
 
 def small(contest: SplitContest) -> SplitContest:
-    """The same with its hot tables and a few others."""
+    """Return a contest of its hot tables and a few others."""
     tables = sorted(contest.tables, key=lambda table: table.name not in contest.hot)[:8]
     return replace(contest, tables=tuple(tables))
 

@@ -120,7 +120,7 @@ def test_words() -> None:
 
 @pytest.mark.parametrize("number, ms", [(3, 2e-6), (4, 1e-4)])
 def test_what_lookups_take_is_told_from_a_few_kernels(number: int, ms: float) -> None:
-    """What no bandwidth limits: of each weight that lookups read again and again, and of each, however narrow."""
+    """Learn the times that no bandwidth limits: of each weight read again and again, and of each lookup."""
     slow = [3.0, *(ms if index == number else 0.0 for index in range(1, 5))]
     rates = {name: [slow, [1.0, 0.0, 0.0, 0.0, 0.0]] for name in OPTIMIZERS}
     some, other = measured(6, 31, rates, noise=0.01), measured(20, 32, rates, noise=0.01)

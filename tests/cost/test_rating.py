@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What placements and exchanges cost, against the formula spelled out."""
+"""Costs of placements and exchanges, against the formula spelled out."""
 
 from __future__ import annotations
 

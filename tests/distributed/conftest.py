@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Where distributed tests run: two gloo ranks anywhere, NCCL on all GPUs of a node that has several."""
+"""Fixtures that launch distributed tests: two gloo ranks anywhere, NCCL on all GPUs of a node that has several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def launch(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def launch_any(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """The same for what a single GPU shows as well."""
+    """Launch on two gloo ranks, or on all GPUs, also a single one."""
     if request.param == "gloo":
         return partial(run_on_ranks, world_size=2, backend="gloo")
     return partial(run_on_ranks, world_size=gpu_ranks(), backend="nccl")

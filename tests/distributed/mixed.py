@@ -40,7 +40,7 @@ from dlrm.job import EveryTypeSharder
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
 
 SAMPLES = 16
-"""Of a global batch."""
+"""Samples of a global batch."""
 MAX_LENGTH = 4
 """Lookups per sample and feature: from none to these."""
 STEPS = 4
@@ -64,7 +64,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """A model to train.
 
     Attributes:
         modules: by module, its tables by name. A module whose name starts with ``sequence`` is an EmbeddingCollection,
@@ -100,7 +100,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it, on a rank."""
+    """Results of a training on one rank."""
 
     losses: list[float]
     """Mean over the ranks, per step."""
@@ -109,11 +109,11 @@ class Trained:
     sharding: dict[str, tuple[str, list[int]]]
     """Sharding type and ranks by table."""
     notes: tuple[str, ...]
-    """Of the planner's report, on rank 0."""
+    """Notes of the planner's report, on rank 0."""
     warned: tuple[str, ...]
     """By the planner."""
     error: str | None
-    """Of the sharding or training, where that crashed."""
+    """Error of the sharding or training, if any."""
     allocated: int
     """Bytes of this rank's tables, see :func:`allocated_bytes`."""
     planned: tuple[int, ...]
@@ -310,7 +310,7 @@ def allocated_bytes(model: DistributedModelParallel) -> int:
 
 
 def alone(case: Case) -> Case:
-    """The same with whole tables, for one rank."""
+    """Return the case with whole tables, for one rank."""
     modules = {module: {name: _whole(spec) for name, spec in tables.items()} for module, tables in case.modules.items()}
     return replace(case, modules=modules, planner="torchrec")
 
@@ -322,7 +322,7 @@ def _whole(spec: TableSpec) -> TableSpec:
 def local_shards(
     model: DistributedModelParallel,
 ) -> Iterator[tuple[str, Sequence[int], list[tuple[list[int], Tensor]]]]:
-    """Of every table: name, shape, and this rank's shards with their offsets in it."""
+    """Yield name, shape, and this rank's shards with their offsets of every table."""
     for key, value in model.state_dict().items():
         if not key.endswith(".weight") or key.startswith("top"):
             continue
@@ -348,7 +348,7 @@ def untrained(name: str, shape: Sequence[int]) -> Tensor:
 
 
 def fill(model: DistributedModelParallel) -> None:
-    """The same weights however the tables are sharded."""
+    """Set weights that do not depend on the sharding."""
     for name, shape, shards in local_shards(model):
         whole = untrained(name, shape)
         for (row, column), part in shards:

@@ -46,12 +46,12 @@ BEFORE, AFTER = 3, 5
 ROUNDED = 2
 """Further runs of the reference, which tell what rounding does."""
 MARGIN = 4
-"""How much farther a run may be from the reference than those are from each other."""
+"""Ratio of the allowed distance from the reference to that between reference runs."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a table is sharded.
+    """Sharding of a table.
 
     Attributes:
         kind: TorchRec's name.
@@ -101,7 +101,7 @@ class Moving:
 
     @property
     def samples(self) -> int:
-        """Of a global batch: as many on each rank."""
+        """Samples of a global batch, equally many on each rank."""
         return SAMPLES // self.ranks * self.ranks
 
     @property
@@ -233,7 +233,7 @@ def plan_file(moving: Moving, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """Of training after a move, or without one."""
+    """Results of training after a move, or without one."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -294,7 +294,7 @@ class Reference:
         return losses
 
     def _gradients(self, step: int, samples: int) -> float:
-        """Of a batch, and its loss."""
+        """Compute the gradients of a batch, and return its loss."""
         total, size = 0.0, -(-samples // self._parts)
         for first in range(0, samples, size):
             count = min(size, samples - first)
@@ -312,7 +312,7 @@ class Reference:
         weight -= rate * gradient_RD / (self.states_RD[name].sqrt() + EPS)
 
     def _average(self, moving: Moving) -> None:
-        """What a slice starts with is the mean over its columns."""
+        """Set the states of slices to the mean over their columns."""
         for name, slices in moving.states_apart.items():
             self.states_RD[name] = _means(self.states_RD[name], slices)
 
@@ -359,7 +359,7 @@ def check(result: Result, *plans: Moving) -> None:
 
 
 def _spread(expected: Result, others: list[Result]) -> Result:
-    """How far runs are from the first at the most; its last digit, at the least."""
+    """Return the largest distance of runs from the first, at least its last digit."""
     eps, losses = torch.finfo().eps, torch.tensor([run.losses for run in (expected, *others)])
     farthest = {
         name: torch.stack([weight * eps, *(run.weights[name] - weight for run in others)]).abs().max()

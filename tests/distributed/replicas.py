@@ -46,27 +46,27 @@ STEPS, SAMPLES = 6, 12
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained."""
+    """A training."""
 
     optimizer: type[torch.optim.Optimizer]
     arguments: dict[str, Any] = field(default_factory=lambda: {"lr": 0.2})
     way: str = "combined"
     divides: bool = True
-    """Whether gradients are averaged over ranks, not summed."""
+    """Gradients are averaged over ranks, not summed."""
     torchrecs_class: bool = False
     """With TorchRec's ``DistributedModelParallel`` and ``attach_optimizers``."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it."""
+    """Results of a training."""
 
     losses: list[float]
     """This rank's."""
     weights: dict[str, Tensor]
-    """Of the tables on this rank."""
+    """Weights of the tables on this rank."""
     states: dict[str, dict[str, Tensor]]
-    """Of the fused optimizer, by parameter and name; where they are on this rank."""
+    """States of the fused optimizer on this rank, by parameter and name."""
     dense: set[str]
     """Names of the parameters that are the script's to train."""
 
@@ -231,7 +231,7 @@ def without_rows(batch: Batch) -> Batch:
 
 
 def seen(model: TorchRecsDistributedModelParallel, losses: list[float]) -> Trained:
-    """What a rank has of a model."""
+    """Return a rank's part of a model."""
     weights = {name: part.cpu().clone() for name, _, shards in local_shards(model) for _, part in shards}
     states: dict[str, dict[str, Tensor]] = {}
     for parameter, state in model.fused_optimizer.state_dict()["state"].items():
@@ -275,7 +275,7 @@ def resume(rank: Rank, training: Training, first: str, folder: str) -> tuple[Tra
 
 
 def all_reduces(rank: Rank, training: Training) -> int:
-    """How many of them a step takes with replicas, once DDP has settled."""
+    """Return how many a step takes with replicas, after DDP's first steps."""
     model = sharded(training, DP, rank)
     train_steps(training.way, model, batches(rank, 0, 2))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

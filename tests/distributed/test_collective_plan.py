@@ -121,7 +121,7 @@ ERRORS: dict[str, tuple[Callable[[], BaseException], tuple[str, str, str | None]
 
 
 def raised(rank: Rank) -> dict[str, tuple[str, str, str | None]]:
-    """What each error on rank 0 becomes; and that ranks go on."""
+    """Return the error that each error on rank 0 becomes; ranks go on."""
     found = {}
     for name, (make, *_) in ERRORS.items():
 

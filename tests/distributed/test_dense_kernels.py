@@ -26,7 +26,7 @@ def _told(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def _trained(rank: Rank, how: str) -> tuple[list[str], list[str], list[bool]]:
-    """What is warned of when a plan by hand is predicted and sharded, and whether a step changes the weights here."""
+    """Return warnings for a plan by hand, predicted and sharded, and True if a step changes the weights here."""
     ebc = EmbeddingBagCollection(
         tables=[EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=20, feature_names=["f"])]
     )

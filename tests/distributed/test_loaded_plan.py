@@ -41,7 +41,7 @@ def _fresh_then_loaded(rank: Rank, file: Path) -> dict[str, Any]:
 
 
 def _refused(rank: Rank, file: Path) -> str:
-    """What every rank is told of a file that only rank 0 reads."""
+    """Return the error on a rank for a file that only rank 0 reads."""
     if rank.rank == 0:
         document = json.loads(file.read_text())
         document["inputs"]["batch_size"] += 1

@@ -101,7 +101,7 @@ def sharded(rank: Rank, whole: bool) -> DistributedModelParallel:
 
 
 def outputs_ND(model: DistributedModelParallel) -> list[Tensor]:
-    """Of both tables, of ids that were trained."""
+    """Return outputs of both tables for trained ids."""
     model.eval()
     return [output_ND.detach() for output_ND in model(TRAINED_IDS)]
 

@@ -125,7 +125,7 @@ def test_replicas_with_attached_optimizers_move_like_all_else(tmp_path: Path) ->
 
 
 DTENSORS = ((True, 2, True), (True, 5, False), (False, 1, True))
-"""Whether they are saved, the turn that is gone to, and whether they are there."""
+"""DTensors are saved, turn to move to, DTensors are loaded."""
 
 
 def _dtensors(rank: Rank, folder: Path) -> list[Result]:

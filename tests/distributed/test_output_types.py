@@ -51,7 +51,7 @@ def sharders(quantized: bool) -> list[EmbeddingBagCollectionSharder]:
 
 
 def _run(rank: Rank, halves: tuple[bool, ...], ranks: tuple[int, ...], quantized: bool = False) -> torch.dtype:
-    """What the module returns."""
+    """Return the module's outputs."""
 
     def moved(plan: list[ShardingOption]) -> list[ShardingOption]:
         for option in plan:

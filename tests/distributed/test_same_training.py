@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Where tables lie must not change what a model learns."""
+"""The placement of tables must not change the trained model."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _batch(rank: Rank) -> KeyedJaggedTensor:
 
 
 def _moves(sharded: nn.Module, folder: Path) -> bool:
-    """Whether a checkpoint loads where it was saved, and whole, without ranks: weights and states."""
+    """Return True if a checkpoint loads on its ranks, and whole without ranks: weights and states."""
     state = {"model": sharded.state_dict(), "optimizer": sharded.fused_optimizer.state_dict()}
     values = [
         *state["model"].values(),
@@ -229,7 +229,7 @@ def test_replicated_tables_are_trained_by_the_ranks_of_all_groups() -> None:
 
 
 def test_the_all_reduce_of_replicas_is_of_all_groups() -> None:
-    """Of groups on one host each: between hosts, for twice the ranks."""
+    """Replicas of groups on one host each: between hosts, for twice the ranks."""
     world = Topology(16, "cuda", local_world_size=8, intra_host_bw=1e9, inter_host_bw=1e7)
 
     def all_reduce_ms(**groups: ShardingGroups) -> float:
@@ -279,7 +279,7 @@ def test_without_groups_the_plan_of_all_ranks_is_no_plan_of_one() -> None:
 def test_ranks_of_a_group_by_host_and_the_links_of_replicas(
     size: int, consecutive: bool, hosts: int, inside: bool
 ) -> None:
-    """Of two hosts with eight ranks, one of them with less memory."""
+    """Two hosts have eight ranks each, one of them less memory."""
     world = Topology(16, "cuda", local_world_size=8, intra_host_bw=1e9, inter_host_bw=1e8, hbm_cap=100)
     world.devices[5].storage.hbm = 60
     groups = ShardingGroups(size=size, use_inter_host_allreduce=consecutive)

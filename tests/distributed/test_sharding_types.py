@@ -164,7 +164,7 @@ MEMORY = {
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Trained]:
-    """Of every case, with whole tables on one rank."""
+    """Train every case with whole tables on one rank."""
     cases = EXACT | DIFFERENT | WRONG_ROWS | {name: case for name, (case, _) in WRONG.items()}
     return run_on_ranks(train_all, {name: alone(case) for name, case in cases.items()}, world_size=1)[0]
 

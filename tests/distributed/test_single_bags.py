@@ -44,7 +44,7 @@ def planner(kind: type[EmbeddingShardingPlanner], given: ParameterConstraints | 
 
 
 def _run(rank: Rank, kind: type[EmbeddingShardingPlanner], mode: str, given: ParameterConstraints | None) -> str:
-    """How the bag is sharded, where it returns what it should; else the error."""
+    """Return the bag's sharding if its outputs are right, else the error."""
     torch.manual_seed(0)
     plan = planner(kind, given).collective_plan(Bag(mode), [EmbeddingBagSharder()], dist.group.WORLD)
     try:

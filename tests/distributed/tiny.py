@@ -31,7 +31,7 @@ LOCAL_BATCH = 16
 SHAPES = ((1000, 16), (50, 8), (400, 32), (1, 4), (2000, 8), (120, 64), (300, 16), (7, 12))
 """Rows and dims of the tables."""
 POOLING_FACTORS = (2, 1, 5, 3, 0, 1, 8, 4, 2)
-"""Of the features; the first table serves the first two, and one feature is always empty."""
+"""Pooling factors of the features: the first table serves two, and one is always empty."""
 FEATURES = tuple(f"f{index}" for index in range(len(POOLING_FACTORS)))
 
 

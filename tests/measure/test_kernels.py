@@ -23,7 +23,8 @@ from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
-from dreamshard_planner.measure.timing import pinned, processor_time, rank_cores, time_groups
+from dreamshard_planner.measure.ranks import rank_cores
+from dreamshard_planner.measure.timing import pinned, processor_time, time_groups
 from dreamshard_planner.workload.tables import Workload
 
 REUSE = (0.5, 0.3, 0.2) + (0.0,) * 14

@@ -50,7 +50,7 @@ def _rank(rank: int, port: int, function: Callable[[Ranks, Path], None], path: P
 
 
 def _together(ranks: Ranks, path: Path) -> None:
-    """What ranks do together, and the dataset that they end with."""
+    """Check what ranks agree on, and save the dataset that they end with."""
     assert (ranks.from_first(os.getpid) == os.getpid()) == ranks.leads
     wrong = (DreamShardError, "rank 1 failed: ValueError: wrong") if ranks.leads else (ValueError, "^wrong")
     with pytest.raises(wrong[0], match=wrong[1]):

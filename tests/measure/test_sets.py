@@ -99,10 +99,6 @@ def test_mix_decides_the_attributes() -> None:
     plain = GroupMix(sequence=0, weighted=0, fp16=0, rowwise_adagrad=1, adagrad=0)
     for w, *_ in draw_sets(WHOLE, 50, seed=0, mix=plain):
         assert (w.pooled, w.weighted, w.weight_bytes, w.optimizer) == (True, False, 4, "rowwise_adagrad")
-    with pytest.raises(TaskError, match="fp16.*1.5"):
-        GroupMix(fp16=1.5)
-    with pytest.raises(TaskError, match="exceed 1: 0.8 and 0.3"):
-        GroupMix(rowwise_adagrad=0.8)
     with pytest.raises(TaskError, match="0 tables"):
         draw_sets([], 1, seed=0)
 

@@ -253,17 +253,17 @@ def test_sizes_tell_latency_from_bandwidth_and_one_that_is_slow_changes_little()
 
 
 LATENCY_MS, RATE, BATCHES = 0.5, 1e6, 500
-"""Of an exchange of lookups, and its bytes per millisecond; by how many batches are larger that have some."""
+"""Latency of an exchange of lookups, its bytes per millisecond, and the factor of its larger batches."""
 
 
 def counted_bytes(rank: RankSteps) -> float:
-    """Of the lookups that it gets of one rank."""
+    """Return the bytes of lookups that a rank gets from one rank."""
     (kernel,) = rank.kernels
     return (kernel.lookup_bytes(rank.median("kernel 0 lookups")) + CPU_BAG_BYTES * kernel.bags) / WORLD_SIZE
 
 
 def with_lookups(run: int, sharding_type: str = "table_wise", more_ms: float = 0.0, **columns: tuple) -> ObservedRun:
-    """What kernels read takes some time to get there; rank 0 waits for rank 1."""
+    """Return a run whose lookups take time to get to the kernels; rank 0 waits for rank 1."""
     ranks = of_size(observed_run("", *(rank_steps(run, rank) for rank in range(WORLD_SIZE))), BATCHES).ranks
     moved = [counted_bytes(one) for one in ranks]
     ms = LATENCY_MS + max(moved) / RATE + more_ms

@@ -137,7 +137,7 @@ DAMAGED = (
     (*KERNEL, "tables", [], "kernels.0.tables: "),
     (*KERNEL, "tables", 0, "rows", 0, "tables.0.rows: must be greater than or equal to 1, got 0"),
 )
-"""Where a file is damaged, what is there, and what is said."""
+"""Places of damage in a file, with value and message."""
 
 
 def _changed(document: dict, *place: str | int, to: object) -> dict:
@@ -192,7 +192,7 @@ def test_a_collective_takes_what_the_last_rank_to_come_waits() -> None:
 
 
 def test_a_failing_callback_is_told_once_and_disabled() -> None:
-    """Such as one that counts batches of an evaluation, with more keys."""
+    """An evaluation, say, has batches with more keys."""
     sampler, errors = BatchSampler(every=1), []
     add = guarded(sampler.add, errors.append)
     one, more = (

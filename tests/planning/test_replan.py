@@ -73,12 +73,12 @@ def then() -> DreamShardPlanner:
 
 @cache
 def today() -> DreamShardPlanner:
-    """The same tables, read otherwise."""
+    """Plan the same tables with other lookups."""
     return planned("hgfedcba")
 
 
 def check(found, current: SavedPlan) -> None:
-    """What holds of every result: the curve falls, and the plan costs and moves what it says."""
+    """Check that the curve falls, and that the plan costs and moves what it says."""
     costs, moved = [move.step_ms for move in found.curve], [move.bytes_moved for move in found.curve]
     assert costs == sorted(set(costs), reverse=True) and moved == sorted(moved)
     assert found.plan.predicted.chosen.total_ms == pytest.approx(found.chosen.step_ms, rel=1e-5)

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What pays only for many tables together is found: small problems against all shardings, and a middle one."""
+"""Moves of many tables together: small problems against all shardings, and a middle one."""
 
 from __future__ import annotations
 

@@ -29,8 +29,10 @@ def test_search_finds_the_optimum_of_a_small_task() -> None:
 
 
 def preloaded(cost: Cost, collectives: int) -> Cost:
-    """The same shards, which send in two of several collectives each, on ranks that hold and send something already;
-    and one collective in which only that is sent."""
+    """Return the cost of the shards if each sends in two of several collectives, on ranks with a preload.
+
+    The preload alone sends in one more collective.
+    """
     link, slower = CollectiveModel(4, 1e6), CollectiveModel(4, 5e5)
     kinds = [
         Collective("all-to-all", "world", link, link),

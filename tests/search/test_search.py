@@ -179,7 +179,7 @@ def test_reshards_keep_their_sums() -> None:
 
 
 def over_hosts(cost: Cost) -> Cost:
-    """The same tables, which may only lie over a host."""
+    """Return the cost of the tables if each must lie over a host."""
     problem = replace(cost.problem, tables=tuple((options[2],) for options in cost.problem.tables))
     return Cost(problem, cost.compute, cost.latent_PH)
 
@@ -257,7 +257,7 @@ def test_bytes_alone_find_a_start(seed: int) -> None:
 
 
 DEVICE_MS = (5.0, 1.0, 2.0, 0.5)
-"""Of each table in device memory; over the link to the host it takes twice as long."""
+"""Milliseconds of each table in device memory; over the link to the host it takes twice as long."""
 
 
 def in_two_memories(device_memory: int) -> Cost:

@@ -35,7 +35,7 @@ CACHED = "fused_uvm_caching"
 
 
 class Cacheability(CacheStatistics):
-    """Of a table whose misses fall as its cache grows."""
+    """Statistics of a table whose misses fall as its cache grows."""
 
     def __init__(self, lookups: int) -> None:
         self._lookups = lookups
@@ -159,7 +159,7 @@ def kernels(made: DreamShardPlanner) -> Counter[str]:
 
 
 def told(made: DreamShardPlanner) -> bool:
-    """Whether the report says that a popularity is assumed."""
+    """Return whether the report says that a popularity is assumed."""
     notes = [note for note in made.report().notes if note.code == "assumption"]
     return any("popularity of rows is assumed to fall as rank to the power 1.05" in str(note) for note in notes)
 
@@ -204,7 +204,7 @@ def test_where_host_memory_is_the_limit_the_error_says_so(cost_source: str) -> N
 
 
 def read_unevenly(count: int, gib: float) -> TableStatistics:
-    """Of tables whose rows are read the less evenly the later they come."""
+    """Statistics of tables whose rows are read the less evenly the later they come."""
     rows, features = int(gib * GIB) // 256, {}
     for index in range(count):
         bins_TK, distinct_T = default_reuse([rows], [10 * 16_384], 0.601 + 0.8 * index / count)
@@ -220,7 +220,7 @@ def sizes_of(made: DreamShardPlanner) -> set[float | None]:
 
 
 def test_caches_have_the_size_that_serves_the_plan_unless_somebody_gave_one() -> None:
-    """Where caches of a fifth of all rows do not fit, smaller ones do."""
+    """Smaller caches fit if caches of a fifth of all rows do not."""
     known = read_unevenly(8, 400)
     only = {f"t{i}": ParameterConstraints(compute_kernels=[CACHED]) for i in range(8)}
     chosen = large(8, 400, ddr_gib=1024, statistics=known, constraints=only, effort="default")
@@ -239,7 +239,7 @@ def test_caches_have_the_size_that_serves_the_plan_unless_somebody_gave_one() ->
 
 
 def test_whole_tables_have_caches_of_other_sizes_as_well() -> None:
-    """Where tables can only be placed whole: caches of a fifth of all rows do not fit, or leave memory idle."""
+    """Tables can only be placed whole: caches of a fifth of all rows do not fit, or leave memory idle."""
 
     def cached(count: int, gib: float, factor: float | None = None) -> DreamShardPlanner:
         asked = ParameterConstraints(["table_wise"], [CACHED], cache_params=factor and CacheParams(load_factor=factor))

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""How TorchRec's modules and sharders describe tables, and models around them that are hard to copy."""
+"""Facts of tables from TorchRec's modules and sharders, and models around them that are hard to copy."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_wide_table_that_must_not_be_sliced_is_refused_with_a_way_out() -> Non
 
 
 def carried(weights: bool) -> TableStatistics:
-    """Of batches with weights or without."""
+    """Statistics of batches with weights or without."""
     lengths, ids = torch.ones(128, dtype=torch.int64), torch.arange(128)
     batch = KeyedJaggedTensor(["mean_f0", "sum_f0"], ids, torch.rand(128) if weights else None, lengths=lengths)
     return TableStatistics.merge([TableStatistics.from_batches([batch])] * 2)

@@ -68,7 +68,7 @@ def replica(start: Tensor, gradients: list[Tensor], update: Update, state: Tenso
 
 
 def by_rule(name: str, lr: float, eps: float, decay: float = 0.0, dtype: torch.dtype = torch.float32) -> Callable:
-    """What a rule makes of weights and gradients; with decay of all rows, where that is asked for."""
+    """Weights after a rule's updates by gradients, on request with decay of all rows."""
     rule = REPLICA_RULES[name]
 
     def trained(start: Tensor, gradients: list[Tensor]) -> Tensor:

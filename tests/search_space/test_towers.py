@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 class Interaction(nn.Module):
-    """What a tower makes of its embeddings; it is never run."""
+    """An interaction of a tower's embeddings; it is never run."""
 
 
 def bags(prefix: str, *rows: int, dim: int = 64) -> EmbeddingBagCollection:

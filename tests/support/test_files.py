@@ -35,7 +35,7 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
 
 
 def at_once(*functions: Callable[[], object]) -> list[object]:
-    """What each returns or raises, in threads that start together; locks are of files, not of processes."""
+    """Return results or errors of functions in threads that start together."""
     barrier, results = threading.Barrier(len(functions)), [None] * len(functions)
 
     def run(index: int) -> None:

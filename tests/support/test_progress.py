@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""How far a long step is, for people."""
+"""Progress of long steps."""
 
 from __future__ import annotations
 

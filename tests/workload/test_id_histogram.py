@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Where in the range of ids lookups fall, and what blocks of rows ask for therefore.
+"""Lookups over the range of ids, and the workloads of blocks of rows.
 
 Shapes: R rows, N indices, B blocks.
 """
