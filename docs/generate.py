@@ -13,28 +13,61 @@ import re
 import shlex
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import typer
-from typer.cli import get_docs_for_click
 from typer.testing import CliRunner
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+SHARED_BY = 3
+"""Commands that have an option alike, from which it is listed once."""
 REPORT = "dreamshard plan --tables mlperf_dlrm_dcnv2 --ranks 2 --device cpu --memory 128GB --batch-size 512"
 
 
 def command_line() -> str:
-    """Reference of all commands, examples as code."""
+    """Return the reference of all commands: options that several share once, the others with their command."""
     from dreamshard_planner.cli import app
 
     command = typer.main.get_command(app)
-    text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="dreamshard", title="Command line")
-    text = re.sub(r"^Example: (.*)$", r"**Example**:\n\n```bash\n\1\n```", text, flags=re.MULTILINE)
-    return text.rstrip() + "\n"
+    records = {name: _options(one, name, command) for name, one in _leaves(command)}
+    alike = Counter(chain(*records.values()))
+    shared = sorted(record for record, count in alike.items() if count >= SHARED_BY)
+    lines = ["# Command line", "", "`dreamshard COMMAND --help` shows the same with the options that matter first.", ""]
+    lines += ["## Options that commands share", "", *map(_line, shared), ""]
+    for name, one in _leaves(command):
+        text, *example = re.split(r"^Example: ", one.help or "", flags=re.MULTILINE)
+        lines += [f"## dreamshard {name}", "", " ".join(text.split()), ""]
+        own = [record for record in records[name] if record not in shared]
+        others = [f"`{record[0].split()[0].rstrip(',')}`" for record in records[name] if record in shared]
+        lines += [*map(_line, own), *([f"* Shared: {', '.join(others)}."] if others else []), ""]
+        lines += [part for each in example for part in ("```bash", each.strip(), "```", "")]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _leaves(command: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield name and command of all that take no further command, in the order of the help."""
+    for name in command.list_commands(typer.Context(command)):
+        one = command.commands[name]
+        if hasattr(one, "commands"):
+            yield from _leaves(one, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", one
+
+
+def _options(one: Any, name: str, parent: Any) -> list[tuple[str, str]]:
+    """Return what the help says of each argument and option, without --help."""
+    context = typer.Context(one, info_name=name, parent=typer.Context(parent, info_name="dreamshard"))
+    found = [parameter.get_help_record(context) for parameter in one.get_params(context)]
+    return [(title, " ".join(text.split())) for title, text in filter(None, found) if title != "--help"]
+
+
+def _line(record: tuple[str, str]) -> str:
+    return f"* `{record[0]}`: {record[1]}"
 
 
 MOVED = {
