@@ -32,8 +32,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from common.output import mean_interval, provenance, quiet, table_of, wide_console
 from common.tasks import meta_collection
 from dreamshard_planner.checkpoints.checkpoint import prior_policy
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.policy.network import SWEEPS, Policy, policy_starts, roll_out, subset_types

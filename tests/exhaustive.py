@@ -16,8 +16,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import has_room
+from dreamshard_planner.cost.problem import Cost, has_room
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, TW, TWRW
 from tests.small_models import collection, table
 

@@ -9,8 +9,7 @@ import torch
 
 from common.whole_tables import problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Problem
+from dreamshard_planner.cost.problem import Cost, Problem
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of

@@ -9,8 +9,7 @@ import torch
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.compute import CostSource, GivenCost
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Problem, Unit
+from dreamshard_planner.cost.problem import Cost, Option, Problem, Unit
 
 RANKS, HOST = 4, 2
 MEMORY = 1000

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Problem, Unit
+from dreamshard_planner.cost.problem import Cost, Option, Problem, Unit
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.policy.mdp import ShardingTask
 from dreamshard_planner.policy.network import Policy, roll_out

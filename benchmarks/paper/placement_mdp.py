@@ -3,7 +3,7 @@
 
 State: the summed latents and predicted costs of every device. Action: a device for the next shard; shards
 come in descending order of predicted single-shard cost, and devices that would overflow are masked. Reward:
-minus the overall cost of the finished placement, rated by the one formula of :mod:`dreamshard_planner.cost.model`.
+minus the overall cost of the finished placement, rated by the one formula of :mod:`dreamshard_planner.cost.problem`.
 A shard that no device can take ends its episode as infeasible.
 
 Many episodes of many tasks advance together; the only Python loop is over shards. Adding a shard to a device
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import has_room
+from dreamshard_planner.cost.problem import Cost, has_room
 
 OBSERVATIONS = (
     "load",  # cost of the device / ideal

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.workload.features import DESCRIPTORS, Scaler, columns
 from paper.placement_mdp import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from paper.placement_mdp import TaskBatch
 from paper.placement_policy import AnyPolicy, greedy_plan, roll_out, score_rollout

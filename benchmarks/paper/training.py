@@ -24,7 +24,7 @@ from common.whole_tables import Task, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
-from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.training import pool_tables

@@ -28,7 +28,7 @@ from common.whole_tables import rolled_out
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
-from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Budget, SearchConfig
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.placing import HEURISTICS, greedy_by_score, place_by_heuristic

@@ -29,8 +29,7 @@ from torchrec.distributed.planner.types import PlannerError
 
 from common.measured_costs import SetClock
 from common.output import commit
-from dreamshard_planner.cost.model import PlacementCosts
-from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.cost.problem import PlacementCosts, Sharding
 from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.planner import DreamShardPlanner

@@ -15,8 +15,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.model import Cost, PlacementCosts
-from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.cost.problem import Cost, PlacementCosts, Sharding
 from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.report import Report, ReportEntry

@@ -17,7 +17,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, Interconnect, fits_of
 from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost
-from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
 from dreamshard_planner.plans.notes import Note, noted

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 
-from dreamshard_planner.cost.model import Chosen, Cost
-from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.cost.problem import Chosen, Cost, Sharding
 from dreamshard_planner.planning.baseline import BASELINE, TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dreamshard_planner.cost.model import Cost, PlacementCosts
-from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, PlacementCosts, Sharding
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.search.search import SearchResult
 from dreamshard_planner.search_space.kernels import sharding_in_words

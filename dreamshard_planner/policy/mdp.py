@@ -34,8 +34,7 @@ import numpy as np
 import torch
 
 from dreamshard_planner.cost.compute import both_passes
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW

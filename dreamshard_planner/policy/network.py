@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.policy.mdp import (
     CHANNELS,
     DESCRIBED,

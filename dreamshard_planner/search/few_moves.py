@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import overall_ms
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, portion
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.search import descended

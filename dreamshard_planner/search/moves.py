@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import both_passes, overall_ms
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Problem, has_room
+from dreamshard_planner.cost.problem import Cost, Problem, has_room
 from dreamshard_planner.search.effort import Budget, SearchConfig
 from dreamshard_planner.search.states import DIGITS, PlacementState, rounded
 

@@ -19,8 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import identity, kron
 from torch import Tensor
 
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Problem, Sharding, counted_up, has_room
+from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding, counted_up, has_room
 from dreamshard_planner.search.effort import portion
 from dreamshard_planner.workload.features import FEATURE_INDEX
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import both_passes, overall_ms
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Sharding, Unit, summed
+from dreamshard_planner.cost.problem import Cost, Option, Sharding, Unit, summed
 from dreamshard_planner.search.placing import best_position
 from dreamshard_planner.search.states import DIGITS, Change, State, Tried, in_steps
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Problem, Sharding
+from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, Budget, Deadline, SearchConfig
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.placing import packed_start

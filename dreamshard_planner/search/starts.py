@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Sharding, has_room
+from dreamshard_planner.cost.problem import Cost, Sharding, has_room
 from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.placing import place_units
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dreamshard_planner.cost.collectives import Exchanges
 from dreamshard_planner.cost.compute import both_passes, overall_ms
-from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Cost
 
 DIGITS: Final = 5
 """Costs are compared after rounding to this many digits relative to the starting cost."""

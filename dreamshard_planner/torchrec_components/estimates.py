@@ -17,7 +17,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.cost.problem import PlacementCosts
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.options import set_perf

@@ -18,8 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import MEMORY_KINDS
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, set_work, work_limits
 from dreamshard_planner.planning.context import PlanRater

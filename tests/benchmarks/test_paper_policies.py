@@ -10,7 +10,7 @@ import pytest
 import torch
 from placement_tasks import ROOFLINE, make_cost, storage_problem
 
-from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from paper.networks import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from paper.placement_mdp import OBSERVATION_INDEX, EstimatedMDP, TaskBatch

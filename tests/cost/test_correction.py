@@ -17,8 +17,8 @@ from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cost.compute import OPTIMIZERS, AdjustedCost, Corrections, check_corrections
 from dreamshard_planner.cost.correction import StageCheck, check_costs, choose_corrections
 from dreamshard_planner.cost.dataset import LabelledSets
-from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.network import predict_ms
+from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.sets import GroupMix, draw_sets
 from dreamshard_planner.training.config import pool_tables

@@ -12,8 +12,8 @@ from placement_tasks import ROOFLINE, make_cost
 from common.linear_cost import LinearCost
 from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.compute import AdjustedCost
-from dreamshard_planner.cost.model import Cost, Preload
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.problem import Cost, Preload
 from dreamshard_planner.workload.features import WORK
 from paper.networks import PaperCostConfig, PaperCostNetwork
 

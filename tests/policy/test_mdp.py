@@ -14,8 +14,7 @@ from sharding_tasks import RANKS, sharding_cost
 
 from common.whole_tables import rolled_out as rolled_out_whole
 from dreamshard_planner.checkpoints.checkpoint import prior_policy
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.policy.mdp import TYPES, WHOLE_TYPES, EstimatedMDP, ShardingTask, Sweep
 from dreamshard_planner.policy.network import (
     CONTINUED,

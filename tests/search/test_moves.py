@@ -10,7 +10,7 @@ import torch
 from placement_tasks import SEARCH, make_cost
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
-from dreamshard_planner.cost.model import Cost, Preload
+from dreamshard_planner.cost.problem import Cost, Preload
 from dreamshard_planner.search import moves
 from dreamshard_planner.search.effort import NO_DEADLINE, Budget
 from dreamshard_planner.search.moves import local_search

@@ -15,8 +15,7 @@ from sharding_tasks import MEMORY, RANKS, sharding_cost
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.compute import CostSource, GivenCost
-from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Problem, Sharding, Unit
+from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding, Unit
 from dreamshard_planner.search.effort import NO_DEADLINE, Budget, SearchConfig
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.placing import packed_start, place_units
