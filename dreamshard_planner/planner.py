@@ -39,7 +39,7 @@ from dreamshard_planner.planning.explanation import Explanation
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
 from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings
-from dreamshard_planner.planning.plan_notes import lost_optimizers
+from dreamshard_planner.planning.plan_notes import lost_optimizers, missing_optimizers
 from dreamshard_planner.planning.ranks import (
     PlannedRanks,
     ShardingGroups,
@@ -226,6 +226,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
         self._warn_of_lost_optimizers(loop.model, self._best_plan or [])
+        if missing := missing_optimizers(self._best_plan or [], loop.model.context.reader):
+            warnings.warn(missing, InputWarning, stacklevel=3)
         return sharding_plan
 
     @neutral()

@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.plan_inputs import PlannerSettings
-from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.kernels import DENSE, in_host_memory
 from dreamshard_planner.search_space.options import fqn_of, type_of
@@ -32,7 +32,9 @@ NAMED = 3
 
 def assumptions(context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings) -> tuple[Note, ...]:
     """Return notes on guesses: lookups, their reuse, batch sizes and memory. The plan has ranks."""
+    missing = missing_optimizers(plan, context.reader)
     return (
+        *noted("optimizer", [missing] if missing else []),
         *_lookups(context, plan, settings),
         *_popularity(context, plan),
         *_batch_size(plan, settings.given_batch_size),
@@ -155,6 +157,18 @@ def training_notes(plan: Sequence[ShardingOption], reader: OptionReader, compute
         f"{first_of(sorted(tables), NAMED)}: {kind} trains differently than a whole table, {reason}"
         for (kind, reason), tables in sorted(changed.items())
     ]
+
+
+def missing_optimizers(plan: Sequence[ShardingOption], reader: OptionReader) -> str | None:
+    """Return a sentence on tables whose optimizer is assumed; None if every table has one."""
+    tables = sorted(fqn_of(option) for option in plan if reader.assumes_sgd(option))
+    if not tables:
+        return None
+    return (
+        f"no optimizer was found in the backward of {len(tables)} table(s) ({first_of(tables, NAMED)}): SGD is "
+        "assumed. Call apply_optimizer_in_backward before planning: another optimizer needs more memory, and its model refuses "
+        "the file of this plan"
+    )
 
 
 def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ from dreamshard_planner.search_space.input_checks import (
     needed_bytes,
     per_feature,
 )
-from dreamshard_planner.search_space.kernels import CACHING, in_host_memory, memory_of, serves
+from dreamshard_planner.search_space.kernels import CACHING, DENSE, in_host_memory, memory_of, serves
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
 from dreamshard_planner.search_space.options import by_table, fqn_of, ranks_of, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
@@ -215,8 +215,14 @@ class OptionReader:
 
     def in_backward(self, option: ShardingOption) -> bool:
         """Return whether the option's table was given an in-backward optimizer, which it may lose."""
-        if brings_optimizer(option.module[1]):
-            return False
+        return not brings_optimizer(option.module[1]) and self._has_optimizer(option)
+
+    def assumes_sgd(self, option: ShardingOption) -> bool:
+        """Return whether the option's fused kernel trains by SGD because nobody named an optimizer."""
+        fused = not serves(option.compute_kernel) and option.compute_kernel != DENSE
+        return fused and not self._has_optimizer(option)
+
+    def _has_optimizer(self, option: ShardingOption) -> bool:
         return bool(compat.optimizer_classes(option.tensor) or self._fused_params(option).get("optimizer"))
 
     def pooling_factors(self, option: ShardingOption) -> list[float]:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from dreamshard_planner import (
     StatisticsError,
     TableStatistics,
 )
+from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import ReportEntry, TableEntry, verdict
 from dreamshard_planner.search import effort
@@ -180,6 +183,24 @@ def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
         for report in (made.report(), again.report()):
             notes = [note for note in report.notes if "costed as with row-wise Adagrad" in note.text]
             assert len(notes) == said and all("sparse.t0, sparse.t1" in note.text for note in notes)
+
+
+def test_a_model_without_optimizers_is_planned_as_sgd_with_a_warning(tmp_path: Path) -> None:
+    """Its plan's file is of no use to the model that has another optimizer."""
+    text = "no optimizer was found in the backward of 6 table.s. .sparse.t0, sparse.t1, .*SGD is assumed"
+    bare, trained = small_model(), small_model()
+    apply_optimizer_in_backward(torch.optim.Adagrad, trained.parameters(), {"lr": 0.1})
+    made = planner()
+    with pytest.warns(InputWarning, match=text):
+        made.plan(bare, SHARDERS)
+    assert re.search(text, str(made.report()))
+    made.save_plan(tmp_path / "plan.json")
+    with pytest.raises(PlannerError, match="optimizer of table 'sparse.t0' 'exact_sgd' -> 'exact_adagrad'"):
+        planner(plan_loader=JsonPlanLoader(tmp_path / "plan.json")).plan(trained, SHARDERS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InputWarning)
+        made.plan(trained, SHARDERS)
+    assert "no optimizer" not in str(made.report())
 
 
 def entry(rank_ms: tuple[float, ...], collectives_ms: float) -> ReportEntry:
