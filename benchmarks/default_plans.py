@@ -37,11 +37,12 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from common.output import append, opened, quiet, table_of
 from common.tasks import RANKS_PER_HOST, FullTask, random_tables, tasks
 from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.checkpoints.checkpoint import resolve_for
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.kernels import sharding_in_words
-from dreamshard_planner.torchrec_components.estimates import DreamShardPerfModel
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
@@ -184,12 +185,12 @@ class Contest:
         made = self.planners[name]()
         seconds = time.process_time() - self._start
         estimate_all(torchrec_estimators(self.topology, self.constraints), made.plan, SHARDERS)
-        context = PlanRater.of(self.topology, self.constraints)
+        context = PlanRater(self.topology, OptionReader(self.constraints), resolve_for(self.topology, "auto"))
         kinds = (sharding_in_words(option.sharding_type, option.compute_kernel) for option in made.plan)
         return {
             "seconds": round(seconds, 2),
             "torchrec_ms": NoopPerfModel(self.topology).rate(made.plan),
-            "own_ms": float(DreamShardPerfModel(self.topology, context=context).costs(made.plan).overall_ms_B[0]),
+            "own_ms": context.rated(made.plan).total_ms,
             "own_source": str(context.compute.source),
             "types": dict(Counter(kinds).most_common()),
             "finished": made.finished,

@@ -22,7 +22,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,11 +30,12 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 
 from common.output import mean_interval, provenance, quiet, table_of, wide_console
 from common.tasks import meta_collection
-from dreamshard_planner.checkpoints.checkpoint import prior_policy
+from dreamshard_planner.checkpoints.checkpoint import prior_policy, resolve_for
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.policy.network import SWEEPS, Policy, policy_starts, roll_out, subset_types
+from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import OptionTotals, level_starts
@@ -54,7 +54,8 @@ def cost_of(tables: int, ranks: int, seed: int) -> Cost:
     constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in drawn}
     model, sharders = torch.nn.Module(), get_default_sharders()
     model.sparse = meta_collection(drawn)
-    context = replace(PlanRater.of(topology, constraints), constraints=constraints, sharders=sharders)
+    checkpoint = resolve_for(topology, "auto")
+    context = PlanRater(topology, OptionReader(constraints), checkpoint, constraints=constraints, sharders=sharders)
     reservation = EmbeddingShardingPlanner(topology, BATCH_SIZE, stats=[])._storage_reservation
     left = reservation.reserve(topology, BATCH_SIZE, model, sharders, constraints)
     options = context.enumerator(BATCH_SIZE, context._torchrec[0]).enumerate(model, sharders)

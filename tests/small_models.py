@@ -7,11 +7,14 @@ import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import Topology
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner.checkpoints.checkpoint import resolve_for
+from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.problem.reader import OptionReader
 
 SHARDERS = [EmbeddingBagCollectionSharder()]
 TABLE_WISE = {"sharding_types": ["table_wise"]}
@@ -40,6 +43,11 @@ def topology(world_size: int = 2, memory: int = 2**34, device: str = "cpu") -> T
 def planner(**arguments) -> DreamShardPlanner:
     arguments = {"topology": topology(), "effort": "quick"} | arguments
     return DreamShardPlanner(batch_size=64, stats=[], debug=False, **arguments)
+
+
+def rater(topology: Topology, constraints: dict[str, ParameterConstraints] | None = None, **arguments) -> PlanRater:
+    """What rates options that no planner has enumerated."""
+    return PlanRater(topology, OptionReader(constraints), resolve_for(topology, "auto"), **arguments)
 
 
 def ranks_of(plan) -> dict[str, list[int]]:

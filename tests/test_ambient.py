@@ -14,18 +14,12 @@ import torch
 from small_models import SHARDERS, collection, ranks_of, table, topology
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchrec.distributed.planner import EmbeddingShardingPlanner
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import Checkpoint, DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
-from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner, RulePartitioner
 from dreamshard_planner.workload import reuse
 from dreamshard_planner.workload.features import FEATURE_NAMES
 from tests.ambient_states import STATES
@@ -66,9 +60,6 @@ STATISTICS = TableStatistics(
 )
 
 
-TABLE_WISE = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(5)}
-
-
 def model() -> nn.Module:
     return collection(*(table(f"t{i}", 300 * (i + 1) ** 3, 8 << i % 4) for i in range(5)))
 
@@ -81,41 +72,19 @@ def plan_of(given) -> tuple:
     return ranks_of(plan), planner.report().to_dict(), predicted.total_ms
 
 
-def seams(given) -> tuple:
-    """Return the plans and ratings of each component alone, under TorchRec's planner."""
-    estimators = [DreamShardEstimator(topology(3)), EmbeddingStorageEstimator(topology=topology(3))]
-    found = []
-    for partitioner in (DreamShardPartitioner(), RulePartitioner("dim_greedy")):
-        made = EmbeddingShardingPlanner(
-            topology=topology(3),
-            batch_size=64,
-            enumerator=EmbeddingEnumerator(topology(3), batch_size=64, constraints=TABLE_WISE, estimator=estimators),
-            partitioner=partitioner,
-            performance_model=DreamShardPerfModel(topology(3)),
-            constraints=TABLE_WISE,
-            stats=[],
-            debug=False,
-        )
-        plan = made.plan(given, SHARDERS)
-        best = made._best_plan
-        found.append((ranks_of(plan), [option.total_perf for option in best], made._perf_model.rate(best)))
-    return tuple(found)
-
-
 @cache
-def without_a_state(made: Callable) -> tuple:
+def without_a_state() -> tuple:
     shipped.cache_clear()
-    return made(model())
+    return plan_of(model())
 
 
-@pytest.mark.parametrize("made", [plan_of, seams])
-def test_plans_do_not_depend_on_the_state(state, made: Callable) -> None:
+def test_plans_do_not_depend_on_the_state(state) -> None:
     given = model()
     with state():
         before = described()
-        inside = made(given)
+        inside = plan_of(given)
         assert described() == before
-    assert inside == made(given) == without_a_state(made)  # the second with what was cached inside
+    assert inside == plan_of(given) == without_a_state()  # the second with what was cached inside
 
 
 def test_a_checkpoint_is_the_same_in_every_state(state) -> None:

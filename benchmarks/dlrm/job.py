@@ -31,9 +31,14 @@ from common.tasks import feature_names, meta_collection
 from dlrm.options import ONLY, OPTIMIZERS, OURS, SIZES, WITHOUT, Config, Node
 from dlrm.steps import Trainee
 from dreamshard_planner import Checkpoint, DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner.checkpoints.checkpoint import resolve_for
 from dreamshard_planner.measure.kernels import draw_inputs
+from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.infeasible import infeasible
+from dreamshard_planner.planning.search_plan import wide_units_laid_down
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search.placing import place_by_heuristic
 from dreamshard_planner.search_space.sharding_types import DP, SHARDING_TYPES
-from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
 
 DENSE_FEATURES = 13  # Criteo's
@@ -275,10 +280,28 @@ def make_planners(
         elif name.startswith("torchrec"):
             planner = EmbeddingShardingPlanner(**common)
         else:
-            rule = RulePartitioner(name, whole)
+            rule = RulePartitioner(name, node.topology(), whole)
             planner = EmbeddingShardingPlanner(**common | {"constraints": whole}, partitioner=rule)
         planners[name] = planner, options
     return planners
+
+
+class RulePartitioner(Partitioner):
+    """Places whole tables by a greedy heuristic, a name of :data:`~dreamshard_planner.search.placing.HEURISTICS`."""
+
+    def __init__(self, rule: str, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> None:
+        self._rule = rule
+        self._context = PlanRater(topology, OptionReader(constraints), resolve_for(topology, "auto"))
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """Return ``proposal`` with ranks; raises ``PlannerError`` if the heuristic runs out of memory."""
+        read = self._context.read(proposal, storage_constraint)
+        chosen = wide_units_laid_down(self._context.cost(read))
+        assignment_S = place_by_heuristic(chosen.cost.problem, self._rule)
+        if assignment_S is None:
+            raise infeasible(chosen.cost.problem, False, self._context.splitting_left_out)
+        read.assign(chosen.placed(assignment_S))
+        return proposal
 
 
 class SkewedPartitioner(Partitioner):

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, ShardEstimator, ShardingOption, Topology
+from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Cost, PlacementCosts, Sharding
 from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
@@ -102,20 +101,6 @@ class PlanRater:
     """Milliseconds per byte of averaging the replicas of other sharding groups."""
     all_ranks: Topology | None = None
     """Topology of all sharding groups, in 2D parallelism."""
-
-    @classmethod
-    def of(
-        cls,
-        topology: Topology,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-        statistics: TableStatistics | None = None,
-        checkpoint: str | Path | Checkpoint = "auto",
-        cost_source: str = "auto",
-    ) -> PlanRater:
-        """Make a rater for a component that is used alone."""
-        if not isinstance(checkpoint, Checkpoint):
-            checkpoint = resolve_for(topology, checkpoint)
-        return cls(topology, OptionReader(constraints, statistics), checkpoint, cost_source)
 
     def with_statistics(self, statistics: TableStatistics) -> PlanRater:
         """Return a rater by other statistics, for costs alone: it keeps no placement rule."""

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""One run of TorchRec's loop (enumerate, propose, partition, rate, keep the best): its proposer and plan loader."""
+"""One run of TorchRec's loop (enumerate, propose, partition, rate, keep the best): and its plan loader."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.types import (
@@ -18,97 +17,24 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     Proposer,
     ShardingOption,
-    Topology,
 )
 
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.planning.baseline import BaselineFallback, Signatures, signatures
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.result import PlanResult, SearchRecord
-from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, search_plan
+from dreamshard_planner.planning.search_plan import SearchSettings
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.search.effort import Deadline, portion
+from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.options import counted, set_ranks
-from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
-from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
-
-TABLES_PLACED = 1000
-"""Tables x proposals of each of TorchRec's proposers: some seconds for all."""
-LEAST_PROPOSALS = 20
-"""Proposals of each of TorchRec's proposers for models with many tables."""
-
-
-class SearchProposer(Proposer):
-    """Proposes the plan of a search over all options, with ranks that
-    :class:`~dreamshard_planner.torchrec_components.partitioner.DreamShardPartitioner` keeps.
-
-    Args:
-        context: reads and rates options.
-        topology: with the memory that the storage reservation left.
-        settings: bounds and seed of the search.
-
-    Attributes:
-        found: outcome of the last search; None before.
-    """
-
-    def __init__(self, context: PlanRater, topology: Topology, settings: SearchSettings) -> None:
-        self._context, self._topology, self._settings = context, topology, settings
-        self._pending: list[ShardingOption] | None = None
-        self.found: SearchedPlan | None = None
-
-    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """Search; raises ``PlannerError`` if the context's constraints leave a table no option."""
-        self.found = None
-        options = self._context.searched_options(search_space)
-        self.found = search_plan(self._context, options, self._topology, self._settings)
-        self._pending = self.found.proposal
-
-    def propose(self) -> list[ShardingOption] | None:
-        """Return the plan; None when done."""
-        return self._pending
-
-    def feedback(
-        self,
-        partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
-    ) -> None:
-        """See ``Proposer.feedback``: there is one proposal."""
-        self._pending = None
-
-
-class FewProposals(Proposer):
-    """Another proposer's first proposals, the fewer the more tables there are.
-
-    Args:
-        proposer: the other one.
-        deadline: ends the proposals after the first one.
-        effort: number of proposals, as a multiple of the default's.
-    """
-
-    def __init__(self, proposer: Proposer, deadline: Deadline, effort: float) -> None:
-        self._proposer, self._deadline, self._effort = proposer, deadline, effort
-        self._proposed = self._most = 0
-
-    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """See ``Proposer.load``."""
-        tables = len({option.fqn for option in search_space})
-        self._proposed, self._most = 0, portion(max(LEAST_PROPOSALS, TABLES_PLACED // max(1, tables)), self._effort)
-        self._proposer.load(search_space=search_space, enumerator=enumerator)
-
-    def propose(self) -> list[ShardingOption] | None:
-        """See ``Proposer.propose``."""
-        if self._proposed == self._most or (self._proposed and self._deadline.left() == 0.0):
-            return None
-        self._proposed += 1
-        return self._proposer.propose()
-
-    def feedback(self, *given: Any, **named: Any) -> None:
-        """See ``Proposer.feedback``."""
-        self._proposer.feedback(*given, **named)
+from dreamshard_planner.torchrec_components.components import (
+    DreamShardEstimator,
+    DreamShardPartitioner,
+    DreamShardPerfModel,
+    FewProposals,
+    SearchProposer,
+)
 
 
 class JsonPlanLoader(PlanLoader):
@@ -202,31 +128,22 @@ class SearchLoop:
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
             self._loader.bind(self._matched)
-        self.enumerator = given.enumerator or context.enumerator(
-            settings.batch_size, DreamShardEstimator(context.topology, context=context)
-        )
-        self.perf_model = given.perf_model or DreamShardPerfModel(context.topology, context=context)
+        self.enumerator = given.enumerator or context.enumerator(settings.batch_size, DreamShardEstimator(context))
+        self.perf_model = given.perf_model or DreamShardPerfModel(context)
+        search = SearchSettings(settings.search, settings.seed)
         self._proposer: SearchProposer | None = None
         self.proposers = given.proposers or []
         if given.proposers is None:
             deadline = Deadline(settings.seconds)
-            self._proposer = SearchProposer(
-                context, model.left, SearchSettings(settings.search, settings.seed, deadline)
-            )
+            self._proposer = SearchProposer(context, model.left, replace(search, deadline=deadline))
             # A given performance model may like a plan of TorchRec's better than ours.
             theirs = (UniformProposer(), GreedyProposer(), GreedyProposer(use_depth=False)) * bool(given.perf_model)
             self.proposers = [self._proposer, *(FewProposals(one, deadline, settings.candidates) for one in theirs)]
         many = given.proposers is not None or given.perf_model is not None
-        self.partitioner = given.partitioner or DreamShardPartitioner(
-            search=settings.search,
-            seed=settings.seed,
-            search_seconds=settings.seconds,
-            context=context,
-            quickly=many,
-        )
-        self._ours = self.partitioner if isinstance(self.partitioner, DreamShardPartitioner) else None
-        if self._ours is not None:
-            self._ours.placed = None
+        self._ours = None
+        if given.partitioner is None:
+            self._ours = DreamShardPartitioner(context, search, settings.seconds, quickly=many)
+        self.partitioner = given.partitioner or self._ours
 
     @property
     def search_space(self) -> Sequence[ShardingOption]:
@@ -257,7 +174,7 @@ class SearchLoop:
             if self._fallback is not None:
                 plan = self._fallback.options
                 self.enumerator.populate_estimates(plan)  # by our costs, as of other plans
-        elif self._given.partitioner is None and self._ours is not None and self._ours.placed is not None:
+        elif self._ours is not None and self._ours.placed is not None:
             plan = self._searched_again(plan, self._ours)
         # TorchRec's statistics read estimates, which caches of other sizes than TorchRec's lack.
         if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:

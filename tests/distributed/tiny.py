@@ -23,8 +23,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm.job import RulePartitioner
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
-from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 
 SHARDERS = (EmbeddingBagCollectionSharder(),)
 LOCAL_BATCH = 16
@@ -106,9 +106,8 @@ def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPl
     if name == "dreamshard":
         batches = [batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, torch.device("cpu"))[0] for step in range(3)]
         return DreamShardPlanner(**common, statistics=TableStatistics.from_batches(batches), effort="quick")
-    return EmbeddingShardingPlanner(
-        **common, partitioner=None if name == "torchrec" else RulePartitioner(name, constraints)
-    )
+    rule = None if name == "torchrec" else RulePartitioner(name, common["topology"], constraints)
+    return EmbeddingShardingPlanner(**common, partitioner=rule)
 
 
 def shard(planner: EmbeddingShardingPlanner, rank: Rank) -> DistributedModelParallel:

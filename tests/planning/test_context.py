@@ -11,13 +11,13 @@ import pytest
 import torch
 from small_models import SHARDERS, collection, ranks_of, table, topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader, PlannerError, ShardingOption
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.support.fingerprint import canonical
-from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -75,7 +75,7 @@ CHANGES: dict[str, Callable[[], dict]] = {
     "effort": lambda: {"effort": "default"},
     "search time": lambda: {"search_seconds": 5.0},
     "time": lambda: {"timeout_seconds": 100},
-    "partitioner": lambda: {"partitioner": RulePartitioner("dim_greedy")},
+    "partitioner": lambda: {"partitioner": GreedyPerfPartitioner()},
 }
 
 

@@ -22,8 +22,6 @@ from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.planning.infeasible import shortage
 from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.input_checks import MAX_BYTES, MAX_PER_SAMPLE, available_bytes, needed_bytes
-from dreamshard_planner.torchrec_components.estimates import DreamShardPerfModel
-from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -120,17 +118,6 @@ def test_the_largest_numbers_leave_room_for_sums() -> None:
     assert f"table 'a' needs {2**29:,}.00 GiB of DDR" in told and f"{3 * 2**29:,}.00 GiB are" in told
     assert "-" not in told.replace("-wise", "")
     assert needed_bytes([]).shape == (0, 3)
-
-
-def test_seams_alone_refuse_as_well() -> None:
-    options = []
-    made = planner(callbacks=[lambda plan: options.extend(plan) or plan])
-    made.plan(small_model(), SHARDERS)
-    endless = topology(memory=math.inf)
-    with pytest.raises(PlannerError, match="rank 0 of the topology has inf bytes of DDR"):
-        DreamShardPartitioner().partition(options, endless)
-    with pytest.raises(PlannerError, match="rank 0 of the topology has inf bytes of DDR"):
-        DreamShardPerfModel(endless).rate(options)
 
 
 def test_the_searches_of_one_plan_share_their_seconds() -> None:

@@ -29,7 +29,6 @@ from torchrec.distributed.types import CacheParams
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import CW, RW, TW
-from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator
 from dreamshard_planner.torchrec_components.loop import JsonPlanLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -189,17 +188,6 @@ def test_a_kernel_that_nobody_prices_is_refused(cost_source: str, kernel: str) -
     with pytest.raises(PlannerError, match=rf"'sparse.t0' .*'{kernel}'.*enumerator") as caught:
         made.plan(model(), [Sharder()])
     assert "compute_kernels" in str(caught.value)
-
-
-def test_a_seam_alone_needs_the_price_with_the_options() -> None:
-    options = OwnEnumerator(("sparse.t0",)).enumerate(model(1), SHARDERS)
-    DreamShardEstimator(GPUS).estimate(options)
-    assert {option.shards[0].perf.prefetch_compute for option in options} == {2 * PREFETCH_MS, 10 * PREFETCH_MS}
-    for option in options:
-        for shard in option.shards:
-            shard.perf = None
-    with pytest.raises(PlannerError, match=f"'sparse.t0' .*'{CUSTOM}'"):
-        DreamShardEstimator(GPUS).estimate(options)
 
 
 def test_such_a_table_is_not_cut_by_slices_of_our_own() -> None:

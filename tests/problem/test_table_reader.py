@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import SHARDERS, TABLE_WISE, collection, planner, table, topology
+from small_models import SHARDERS, TABLE_WISE, collection, planner, rater, table, topology
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -222,7 +222,7 @@ def test_kernels_of_several_memories_are_fused_together() -> None:
     made._callbacks.append(lambda plan: options.extend(plan) or plan)
     made.plan(collection(table("t0"), table("t1")), SHARDERS)
     assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
-    assert PlanRater.of(topology(device="cuda"), constraints).read(options).problem.num_groups == 1
+    assert rater(topology(device="cuda"), constraints).read(options).problem.num_groups == 1
 
 
 def test_statistics_of_no_feature_are_as_none() -> None:

@@ -9,12 +9,12 @@ import re
 import pytest
 from small_models import SHARDERS, collection, table, topology
 from torch import nn
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 from tests.mixed_models import EveryTypeSharder, mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
@@ -179,7 +179,7 @@ def test_rules_that_mean_nothing_are_errors_at_once() -> None:
         (lambda: PlacementRules(together=[("a", "b"), ("b", "c")], apart=[("a", "c")]), "to be together and apart"),
         (lambda: PlacementRules(on_ranks={"a": []}), "'a' must be ranks from 0 on, at least one"),
         (lambda: PlacementRules(on_ranks={"a": [-1]}), "ranks from 0 on"),
-        (lambda: planner(RULES, partitioner=RulePartitioner("dim_greedy")), "own partitioner"),
+        (lambda: planner(RULES, partitioner=GreedyPerfPartitioner()), "own partitioner"),
     ):
         with pytest.raises(ValueError, match=words):
             made()

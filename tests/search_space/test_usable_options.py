@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import SHARDERS, collection, planner, table, topology
+from small_models import SHARDERS, collection, planner, rater, table, topology
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -13,7 +13,6 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.search_space.sharding_types import CW, TW
 from dreamshard_planner.search_space.usable_options import usable_options
 
@@ -78,7 +77,7 @@ def test_what_costs_the_same_stays_whole() -> None:
 @pytest.mark.parametrize(("cost_source", "are_guesses"), [("auto", True), ("torchrec", False)])
 def test_only_costs_of_ours_rest_on_a_popularity_of_rows(cost_source: str, are_guesses: bool) -> None:
     options = enumerated(collection(table("t", 10**6, 64)), device="cuda")
-    context = PlanRater.of(topology(device="cuda"), cost_source=cost_source)
+    context = rater(topology(device="cuda"), cost_source=cost_source)
     kernels = {option.compute_kernel for option in context.certain_options(options)}
     assert ("fused_uvm_caching" not in kernels) is are_guesses and "fused" in kernels
     # A table that has nothing else keeps what it has.

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's seams: each alone, given ones, kernels where memory is scarce, the same plan everywhere."""
+"""Components of TorchRec's that users give; kernels where memory is scarce; the same plan everywhere."""
 
 from __future__ import annotations
 
@@ -8,80 +8,57 @@ import subprocess
 import sys
 
 import pytest
-from small_models import SHARDERS, TABLE_WISE, collection, planner, ranks_of, small_model, table, topology
+from small_models import SHARDERS, collection, planner, ranks_of, small_model, table, topology
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopStorageModel
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Stats, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Partitioner,
+    PlannerError,
+    ShardingOption,
+    Stats,
+    Topology,
+)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.planning.context import PlanRater
-from dreamshard_planner.planning.search_plan import SearchSettings
-from dreamshard_planner.search.effort import DEFAULT_SEARCH
-from dreamshard_planner.torchrec_components import partitioner as partitioner_module
-from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
-from dreamshard_planner.torchrec_components.loop import SearchProposer
-from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner, RulePartitioner
+from dreamshard_planner.torchrec_components import components
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-@pytest.mark.parametrize("seam", ["partitioner", "estimator", "perf_model", "rule", "proposer"])
-def test_each_seam_works_alone(seam: str) -> None:
-    model, devices = small_model(), topology()
-    constraints = {f"t{i}": ParameterConstraints(**TABLE_WISE) for i in range(6)}
-    arguments = {
-        "partitioner": lambda: {"partitioner": DreamShardPartitioner()},
-        "rule": lambda: {"partitioner": RulePartitioner("lookup_greedy")},
-        "perf_model": lambda: {"performance_model": DreamShardPerfModel(devices)},
-        "proposer": lambda: {
-            "proposer": SearchProposer(PlanRater.of(devices), devices, SearchSettings(DEFAULT_SEARCH))
-        },
-        "estimator": lambda: {
-            "enumerator": EmbeddingEnumerator(
-                devices,
-                64,
-                constraints,
-                estimator=[DreamShardEstimator(devices), EmbeddingStorageEstimator(devices)],
-            )
-        },
-    }[seam]()
-    theirs = EmbeddingShardingPlanner(
-        topology=devices, batch_size=64, constraints=constraints, stats=[], debug=False, **arguments
-    )
-    assert len(ranks_of(theirs.plan(model, SHARDERS))) == 6
+class OnTheLastRank(Partitioner):
+    """A user's partitioner."""
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        for option in proposal:
+            for shard in option.shards:
+                shard.rank = storage_constraint.world_size - 1
+        return proposal
 
 
 def test_given_components_are_used() -> None:
-    ruled = planner(partitioner=RulePartitioner("size_greedy"))
-    theirs = EmbeddingShardingPlanner(
-        topology=topology(),
-        batch_size=64,
-        constraints={f"t{i}": ParameterConstraints(**TABLE_WISE) for i in range(6)},
-        partitioner=RulePartitioner("size_greedy"),
-        stats=[],
-    )
-    model = small_model()
-    assert ranks_of(ruled.plan(model, SHARDERS)) == ranks_of(theirs.plan(model, SHARDERS))
-    report = ruled.report()
-    assert report.rivals == () and report.chosen.total_ms == ruled.predict(ruled.options).total_ms
-    assert any("RulePartitioner" in note.text for note in report.notes)
+    made = planner(partitioner=OnTheLastRank(), sharding_types=("table_wise",))
+    assert set(map(tuple, ranks_of(made.plan(small_model(), SHARDERS)).values())) == {(1,)}
+    report = made.report()
+    assert report.rivals == () and report.chosen.total_ms == made.predict(made.options).total_ms
+    assert any("OnTheLastRank" in note.text for note in report.notes)
 
 
 def test_many_proposals_are_compared_before_the_best_is_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[bool] = []
-    placed = partitioner_module.place_proposal
+    placed = components.place_proposal
 
     def counting(*args, quickly: bool = False, **kwargs):
         searched.append(not quickly)
         return placed(*args, quickly=quickly, **kwargs)
 
-    monkeypatch.setattr(partitioner_module, "place_proposal", counting)
+    monkeypatch.setattr(components, "place_proposal", counting)
     devices, model = topology(4, device="cuda"), collection(*(table(f"t{i}", 10_000 * (i + 1)) for i in range(9)))
     made = planner(topology=devices, proposer=[GreedyProposer(), UniformProposer()])
     made.plan(model, SHARDERS)

@@ -1,0 +1,186 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Components of TorchRec's loop by our costs and search: estimator, performance model, proposers and partitioner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    Partitioner,
+    Perf,
+    PerfModel,
+    Proposer,
+    ShardEstimator,
+    ShardingOption,
+    Topology,
+)
+
+from dreamshard_planner.planning.context import PlanRater, RatedPlan
+from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
+from dreamshard_planner.search.effort import Deadline, portion
+from dreamshard_planner.search_space.kernels import is_known
+from dreamshard_planner.search_space.options import set_perf
+from dreamshard_planner.support.torch_state import neutral, single_thread
+
+TIE_WEIGHT = 1e-6
+"""Weight of the compute of all ranks, which decides between plans with equally slow bottlenecks. TorchRec keeps the
+first of them, even if it moves tables to slower memory for nothing."""
+TABLES_PLACED = 1000
+"""Tables x proposals of each of TorchRec's proposers: some seconds for all."""
+LEAST_PROPOSALS = 20
+"""Proposals of each of TorchRec's proposers for models with many tables."""
+
+
+class DreamShardEstimator(ShardEstimator):
+    """Sets ``shard.perf`` to the milliseconds of each shard alone on its rank."""
+
+    def __init__(self, context: PlanRater) -> None:
+        self._context = context
+
+    @neutral()
+    @torch.no_grad()
+    def estimate(
+        self,
+        sharding_options: list[ShardingOption],
+        sharder_map: Mapping[str, object] | None = None,  # TorchRec 1.6
+        sharder_data_map: Mapping[str, object] | None = None,  # TorchRec 1.7 and later
+    ) -> None:
+        """Set the perf of every shard, except of unknown kernels, which keep their price.
+
+        Raises:
+            PlannerError: an option cannot be rated.
+        """
+        if not sharding_options:
+            return
+        read = self._context.read(sharding_options, with_storage=False)
+        cost, collectives = self._context.cost(read), read.problem.collectives
+        compute_P2 = cost.compute.group_cost_ms(cost.latent_PH)
+        comms_P2 = torch.stack([read.problem.bytes_PC @ rate_C for rate_C in collectives.alone_ms_per_byte()], dim=-1)
+        perf_P = [
+            Perf(fwd_compute=forward, fwd_comms=forward_comms, bwd_compute=backward, bwd_comms=backward_comms)
+            for forward, backward, forward_comms, backward_comms in torch.cat([compute_P2, comms_P2], dim=-1).tolist()
+        ]
+        for options, choices in zip(read.options, read.problem.tables, strict=True):
+            for option, choice in zip(options, choices, strict=True):
+                if is_known(option.compute_kernel):
+                    set_perf(option, [perf_P[part] for part in choice.parts])
+
+
+class DreamShardPerfModel(PerfModel):
+    """Rates plans by ``max over ranks of (forward + backward) + collectives``, in milliseconds."""
+
+    def __init__(self, context: PlanRater) -> None:
+        self._context = context
+
+    @neutral()
+    @torch.no_grad()
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """Return the overall cost in milliseconds, plus :data:`TIE_WEIGHT` of the compute of all ranks.
+
+        Raises:
+            PlannerError: an unpriced kernel, tables that depend on others, or impossible ranks.
+        """
+        with single_thread():
+            costs = self._context.rated(plan).costs
+        return float(costs.overall_ms_B[0] + TIE_WEIGHT * costs.device_ms_BD.sum())
+
+
+class SearchProposer(Proposer):
+    """Proposes the plan of a search over all options, with ranks that :class:`DreamShardPartitioner` keeps.
+
+    Args:
+        context: reads and rates options.
+        topology: with the memory that the storage reservation left.
+        settings: bounds and seed of the search.
+
+    Attributes:
+        found: outcome of the last search; None before.
+    """
+
+    def __init__(self, context: PlanRater, topology: Topology, settings: SearchSettings) -> None:
+        self._context, self._topology, self._settings = context, topology, settings
+        self._pending: list[ShardingOption] | None = None
+        self.found: SearchedPlan | None = None
+
+    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """Search; raises ``PlannerError`` if the context's constraints leave a table no option."""
+        self.found = None
+        options = self._context.searched_options(search_space)
+        self.found = search_plan(self._context, options, self._topology, self._settings)
+        self._pending = self.found.proposal
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Return the plan; None when done."""
+        return self._pending
+
+    def feedback(self, *given: Any, **named: Any) -> None:
+        """See ``Proposer.feedback``: there is one proposal."""
+        self._pending = None
+
+
+class FewProposals(Proposer):
+    """Another proposer's first proposals, the fewer the more tables there are.
+
+    Args:
+        proposer: the other one.
+        deadline: ends the proposals after the first one.
+        effort: number of proposals, as a multiple of the default's.
+    """
+
+    def __init__(self, proposer: Proposer, deadline: Deadline, effort: float) -> None:
+        self._proposer, self._deadline, self._effort = proposer, deadline, effort
+        self._proposed = self._most = 0
+
+    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """See ``Proposer.load``."""
+        tables = len({option.fqn for option in search_space})
+        self._proposed, self._most = 0, portion(max(LEAST_PROPOSALS, TABLES_PLACED // max(1, tables)), self._effort)
+        self._proposer.load(search_space=search_space, enumerator=enumerator)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """See ``Proposer.propose``."""
+        if self._proposed == self._most or (self._proposed and self._deadline.left() == 0.0):
+            return None
+        self._proposed += 1
+        return self._proposer.propose()
+
+    def feedback(self, *given: Any, **named: Any) -> None:
+        """See ``Proposer.feedback``."""
+        self._proposer.feedback(*given, **named)
+
+
+class DreamShardPartitioner(Partitioner):
+    """Keeps a proposal's ranks if they fit, and searches for ranks of other proposals.
+
+    Args:
+        context: reads and rates options.
+        settings: bounds and seed of the search for each proposal.
+        seconds: cap on each search, on top of its counts of candidates; None for no cap.
+        quickly: whether a short search is enough, to compare many proposals.
+
+    Attributes:
+        placed: the last placed proposal.
+    """
+
+    def __init__(self, context: PlanRater, settings: SearchSettings, seconds: float | None, quickly: bool) -> None:
+        self._context, self._settings, self._seconds = context, settings, seconds
+        self.quickly = quickly
+        self.placed: RatedPlan | None = None
+
+    @neutral()
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """Return ``proposal`` with ``shard.rank`` set on every shard.
+
+        Raises:
+            PlannerError: the tables do not fit; names table and missing bytes.
+        """
+        with single_thread():
+            settings = replace(self._settings, deadline=Deadline(self._seconds))
+            placed = place_proposal(self._context, proposal, storage_constraint, settings, quickly=self.quickly)
+        placed.read.assign(placed.sharding)
+        self.placed = placed
+        return proposal
