@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dreamshard_planner.errors import PlanError as PlanError
     from dreamshard_planner.errors import StatisticsError as StatisticsError
     from dreamshard_planner.errors import TaskError as TaskError
+    from dreamshard_planner.model_parallel import DistributedModelParallel as DistributedModelParallel
     from dreamshard_planner.observing.observation import Observation as Observation
     from dreamshard_planner.observing.observer import observe as observe
     from dreamshard_planner.planner import DreamShardPlanner as DreamShardPlanner
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from dreamshard_planner.plans.report import Report as Report
     from dreamshard_planner.search_space.placement_rules import PlacementRules as PlacementRules
     from dreamshard_planner.torchrec_components.loop import JsonPlanLoader as JsonPlanLoader
-    from dreamshard_planner.torchrec_components.model_parallel import (
-        DistributedModelParallel as DistributedModelParallel,
-    )
     from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers as attach_optimizers
     from dreamshard_planner.workload.statistics import TableStatistics as TableStatistics
     from dreamshard_planner.workload.tables import FeatureStatistics as FeatureStatistics
@@ -52,7 +50,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "Comparison": "plans.comparison",
     "DatasetError": "errors",
-    "DistributedModelParallel": "torchrec_components.model_parallel",
+    "DistributedModelParallel": "model_parallel",
     "DreamShardError": "errors",
     "DreamShardPlanner": "planner",
     "EnvironmentWarning": "environment",

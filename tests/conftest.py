@@ -20,6 +20,8 @@ import torch.distributed.optim  # noqa: E402, F401 (dreamshard_planner imports i
 # Scripts that tests start find this checkout too, installed or not (for the tests themselves: pythonpath in setup.cfg).
 _PATHS = (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
+# Tests that train leave nothing behind: no file in a home, and no process that learns.
+os.environ["DREAMSHARD_OBSERVE"] = "0"
 # Small tensors and several processes on few cores: more threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

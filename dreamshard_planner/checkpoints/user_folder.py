@@ -24,10 +24,32 @@ from dreamshard_planner.support.files import brief
 VARIABLE = "DREAMSHARD_HOME"
 
 
+def home() -> Path:
+    """Return the user's folder for this package, which may be missing."""
+    given = os.path.expanduser(os.environ.get(VARIABLE, ""))
+    return Path(given or platformdirs.user_data_path("dreamshard_planner", appauthor=False))
+
+
 def folder() -> Path:
-    """Return the folder, which may be missing."""
-    home = os.path.expanduser(os.environ.get(VARIABLE, ""))
-    return Path(home or platformdirs.user_data_path("dreamshard_planner", appauthor=False)) / "checkpoints"
+    """Return the folder of checkpoints, which may be missing."""
+    return home() / "checkpoints"
+
+
+def runs_folder(hardware: Mapping[str, Any], ranks: int) -> Path:
+    """Return the folder of trainings observed on some hardware by as many ranks, which may be missing.
+
+    Args:
+        hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` returns it.
+        ranks: of a training.
+    """
+    return home() / "runs" / slug(f"{observed_name(hardware)} {ranks} ranks")
+
+
+def observed_name(hardware: Mapping[str, Any]) -> str:
+    """Return a name of hardware and libraries on which observed costs hold."""
+    threads = f"{hardware.get('threads', 1)} threads" if hardware["device"] == "cpu" else ""
+    releases = [f"{name} {'.'.join(str(hardware.get(name)).split('.')[:2])}" for name in ("torch", "fbgemm")]
+    return slug(" ".join([str(hardware["device"]), str(hardware["name"]), threads, *releases]))
 
 
 def files() -> list[Path]:

@@ -199,11 +199,11 @@ class Hooks:
 
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder, self._clock, self._stack = recorder, recorder.clock, ExitStack()
-        self._safe = partial(guarded, failed=self._fail)
+        self._safe, self._closed = partial(guarded, failed=self._fail), False
 
     def close(self) -> None:
         """Remove all hooks; also from within one."""
-        self._recorder.current = None
+        self._recorder.current, self._closed = None, True
         self._stack.close()
 
     def _fail(self, error: Exception) -> None:
@@ -219,8 +219,9 @@ class Hooks:
         starts: list[Mark] = []
 
         def before(*_: Any) -> None:
-            self._recorder.next_step()
-            starts[:] = [self._clock.mark()]
+            if not self._closed:  # by another hook of this very call
+                self._recorder.next_step()
+                starts[:] = [self._clock.mark()]
 
         def after(_module: nn.Module, _given: Any, output: Any) -> None:
             if (step := self._recorder.current) is None:

@@ -7,9 +7,9 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,27 @@ from dreamshard_planner.workload.tables import FeatureStatistics, costed_optimiz
 
 logger = logging.getLogger(__name__)
 
+END_DEFAULT: list[Callable[[], None]] = []
+"""Ends the observation that ``DistributedModelParallel`` began by itself, if there is one."""
 _BEGUN: Counter[str] = Counter()
 """Observations that this process has begun, by file name."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A model's plan with its predicted costs, and planned lookups per sample by feature."""
+
+    plan: SavedPlan | None = None
+    """None on all ranks but 0, and without a ``DreamShardPlanner``."""
+    lookups: dict[str, float] = field(default_factory=dict)
 
 
 class Observer:
     """One rank's record of training steps; see :func:`observe`."""
 
-    def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner | None, every: int, path: str = "") -> None:
+    def __init__(
+        self, model: nn.Module, planner: EmbeddingShardingPlanner | Prediction | None, every: int, path: str = ""
+    ) -> None:
         if not dist.is_initialized():
             raise ObservationError("there is no process group: call torch.distributed.init_process_group() first")
         started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -69,7 +82,7 @@ class Observer:
         lookups = list(lookups_of(model))
         if not lookups:
             raise ObservationError("the model has no sharded embeddings: give the DistributedModelParallel that trains")
-        planned = _planned(model, planner)
+        planned = planner if isinstance(planner, Prediction) else _planned(model, planner)
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._recorder = StepRecorder(DeviceClock(self._device))
         self._kernels = [(path, kind, kernel) for path, _, kind, lookup in lookups for kernel in kernels_in(lookup)]
@@ -78,7 +91,9 @@ class Observer:
         try:
             self._hooks.listen_to_collectives()
             # Only now: a refused observation is no run, and ranks count their runs alike.
-            self._run = ObservedRun(_run_id(path), started, ranks, hosts, dist.get_backend(), *planned)
+            self._run = ObservedRun(
+                _run_id(path), started, ranks, hosts, dist.get_backend(), planned.plan, planned.lookups
+            )
             for module, sampler in self._samplers.items():
                 self._hooks.listen_to_inputs(module, guarded(sampler.add, _not_counted))
             for index, (_, _, kernel) in enumerate(self._kernels):
@@ -94,6 +109,16 @@ class Observer:
             step.count(f"kernel {index} samples", (offsets.numel() - 1) // max(1, kernel.config.num_features()))
 
         self._hooks.listen_to_kernel(f"kernel {index}", kernel.emb_module, called)
+
+    @property
+    def id(self) -> str:
+        """Id of the run, equal on all ranks."""
+        return self._run.id
+
+    @property
+    def steps(self) -> int:
+        """Steps that have ended."""
+        return self._recorder.steps
 
     def close(self) -> None:
         """Remove all hooks; the record stays."""
@@ -175,10 +200,10 @@ def _described(path: str, sharding_type: str, kernel: Any, samples: int) -> Obse
     )
 
 
-def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[SavedPlan | None, dict[str, float]]:
-    """Return the model's plan with its prediction, and planned lookups by feature; on rank 0, if the planner can."""
+def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> Prediction:
+    """Return the prediction of the model's plan, on rank 0, if the planner can predict it."""
     if not isinstance(planner, DreamShardPlanner):
-        return None, {}
+        return Prediction()
     if not hasattr(model, "plan"):  # on all ranks: others would wait for one that raises alone
         raise ObservationError("the model has no plan to predict: give the DistributedModelParallel itself")
     if isinstance(model, DMPCollection):
@@ -187,12 +212,12 @@ def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[Save
             "observe(model) without the planner"
         )
     if dist.get_rank():
-        return None, {}
+        return Prediction()
     try:
-        return planner.saved_plan(model.plan), planner.lookups_per_sample()
+        return Prediction(planner.saved_plan(model.plan), planner.lookups_per_sample())
     except (DreamShardError, PlannerError) as error:
         logger.warning("no prediction is kept beside what is observed: %s", error)
-        return None, {}
+        return Prediction()
 
 
 def _run_id(path: str) -> str:
@@ -214,6 +239,8 @@ def observe(
     every: int = EVERY,
 ) -> Iterator[Observer]:
     """Observe the training steps inside the block, on all ranks or some; none waits for another.
+
+    Ends the observation that ``DistributedModelParallel`` begins by itself.
 
     Records forward and backward of each fused kernel (events on a GPU, processor time on a CPU), collectives with bytes
     and waiting, the rest of the step, and statistics of the batches. An error in a hook ends the observation with a
@@ -240,6 +267,8 @@ def observe(
     """
     if path is not None and dist.is_initialized():
         check_writable(rank_file(Path(path), dist.get_rank()))
+    while END_DEFAULT:
+        END_DEFAULT.pop()()
     observer = Observer(model, planner, every, "" if path is None else os.fspath(path))
     try:
         try:

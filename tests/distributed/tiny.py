@@ -110,10 +110,11 @@ def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPl
     return EmbeddingShardingPlanner(**common, partitioner=rule)
 
 
-def shard(planner: EmbeddingShardingPlanner, rank: Rank) -> DistributedModelParallel:
+def shard(planner: EmbeddingShardingPlanner, rank: Rank, **arguments: Any) -> DistributedModelParallel:
     """The tiny model on the planner's plan."""
-    model = TinyModel(rank.device)
-    return DistributedModelParallel(model, device=rank.device, sharders=copy.copy(list(SHARDERS)), planner=planner)
+    return DistributedModelParallel(
+        TinyModel(rank.device), device=rank.device, sharders=copy.copy(list(SHARDERS)), planner=planner, **arguments
+    )
 
 
 def train(model: DistributedModelParallel, rank: Rank, steps: int, samples: int) -> list[float]:

@@ -12,9 +12,10 @@ from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
-import dreamshard_planner
 from dreamshard_planner.hot_rows.hot_set import hot_rows_of
 from dreamshard_planner.hot_rows.sharded import with_hot_rows
+from dreamshard_planner.observing.automatic import begin
+from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.planning.ranks import RankHardware, read_topology
 from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
 
@@ -27,6 +28,8 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
     Args:
         planner: makes the plan on rank 0 of the environment's process group; give either this or ``plan``. Without
             both, a :class:`~dreamshard_planner.planner.DreamShardPlanner` plans for the hardware that is here.
+        observe: observe 200 training steps of a planned model after 20 for warm-up, to learn costs from them. The
+            environment variable ``DREAMSHARD_OBSERVE=0`` switches it off as well.
 
     All other arguments are TorchRec's.
 
@@ -45,31 +48,31 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         *args: Any,
         planner: EmbeddingShardingPlanner | None = None,
+        observe: bool = True,
         **kwargs: Any,
     ) -> None:
         if planner is not None and plan is not None:
             raise ValueError("give DistributedModelParallel either plan= or planner=, not both")
         if plan is None:
-            plan = self._plan_with(planner, module, env, sharders, "cpu" if device is None else device.type)
+            kind = "cpu" if device is None else device.type
+            planner = _default_planner(env, kind) if planner is None else planner
+            plan = self._plan_with(planner, module, env, sharders, kind)
         if any(hot_rows_of(plan)):
             sharders = with_hot_rows(get_default_sharders() if sharders is None else sharders)
         super().__init__(module, env, device, plan, sharders, *args, **kwargs)
         attach_optimizers(self)
+        if observe and planner is not None:
+            begin(self, planner)
 
     @staticmethod
     def _plan_with(
-        planner: EmbeddingShardingPlanner | None,
+        planner: EmbeddingShardingPlanner,
         module: nn.Module,
         env: ShardingEnv | None,
         sharders: list[ModuleSharder[nn.Module]] | None,
         device: str,
     ) -> ShardingPlan:
         sharders = get_default_sharders() if sharders is None else sharders
-        if planner is None:
-            topology = None
-            if env is not None and env.process_group is None:
-                topology = read_topology(device, [RankHardware.here(device)] * env.world_size)
-            planner = dreamshard_planner.DreamShardPlanner(topology)
         attached = getattr(planner, "optimizers_attached", None)
         if attached is not None:
             planner.optimizers_attached = True
@@ -84,3 +87,10 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
         finally:
             if attached is not None:
                 planner.optimizers_attached = attached  # the next plan may be for TorchRec's own class
+
+
+def _default_planner(env: ShardingEnv | None, device: str) -> DreamShardPlanner:
+    topology = None
+    if env is not None and env.process_group is None:
+        topology = read_topology(device, [RankHardware.here(device)] * env.world_size)
+    return DreamShardPlanner(topology)

@@ -1,0 +1,131 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The observation that begins by itself: it waits for the warm-up, observes some steps, and keeps them for learning.
+
+It adds no collective and no synchronisation to a step. Its errors end it with a warning, and never reach the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+
+from dreamshard_planner.checkpoints import user_folder
+from dreamshard_planner.errors import ObservationError
+from dreamshard_planner.observing.hooks import guarded
+from dreamshard_planner.observing.observation import rank_file
+from dreamshard_planner.observing.observer import END_DEFAULT, Observer, Prediction
+from dreamshard_planner.planner import DreamShardPlanner
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "DREAMSHARD_OBSERVE"
+"""Environment variable with the number of steps to observe; 0 switches the observation off."""
+STEPS = 200
+WARM_UP_STEPS = 20
+"""Training steps before the first that is observed."""
+LEAST_STEPS = 20
+"""Steps from which on an observation is kept that the end of the training, or of the model, cuts short."""
+EVERY = 50
+"""Batches from one whose ids are counted to the next."""
+
+
+def begin(model: nn.Module, planner: EmbeddingShardingPlanner) -> None:
+    """Observe a model's training steps after its warm-up, unless the environment switches it off; never raises."""
+    try:
+        steps = _steps_to_observe()
+        if steps and dist.is_initialized():
+            AutomaticObservation(model, planner, steps)
+    except Exception as error:  # an observer's fault must not end a training
+        _failed(error)
+
+
+def _steps_to_observe() -> int:
+    given = os.environ.get(VARIABLE, str(STEPS))
+    if not (given.isascii() and given.isdecimal()):
+        raise ObservationError(f"{VARIABLE} must be a number of steps, or 0 for none, got {given!r}")
+    return int(given)
+
+
+def _failed(error: Exception) -> None:
+    logger.warning("training goes on, and is not observed: %s: %s", type(error).__name__, error)
+
+
+class AutomaticObservation:
+    """An observation of a model that has just been sharded.
+
+    Args:
+        model: ``DistributedModelParallel``.
+        planner: has just planned the model on rank 0.
+        steps: to observe.
+    """
+
+    def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner, steps: int) -> None:
+        while END_DEFAULT:
+            END_DEFAULT.pop()()
+        self._steps, self._seen, self._rank = steps, 0, dist.get_rank()
+        self._prediction = Prediction()
+        if not self._rank and isinstance(planner, DreamShardPlanner):
+            self._prediction = Prediction(planner.saved_plan(), planner.lookups_per_sample())
+            logger.info(
+                "training steps %d to %d will be observed, so that the next plan is better; observe=False or %s=0 "
+                "switches this off",
+                WARM_UP_STEPS + 1,
+                WARM_UP_STEPS + steps,
+                VARIABLE,
+            )
+        self._observer: Observer | None = None
+        self._hook = model.register_forward_pre_hook(guarded(self._before_step, self._fail))
+        # The model may be dropped, or Python may end, before all steps are observed.
+        self._finalizer = weakref.finalize(model, guarded(self._keep, _failed))
+        END_DEFAULT.append(self._end)
+
+    def _before_step(self, model: nn.Module, *_: object) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        if self._observer is None:
+            self._seen += 1
+            if self._seen > WARM_UP_STEPS:
+                self._observer = Observer(model, self._prediction, EVERY, "automatic")
+        elif self._observer.steps >= self._steps:
+            self._keep()
+
+    def _fail(self, error: Exception) -> None:
+        self._end()
+        _failed(error)
+
+    def _end(self) -> Observer | None:
+        """Remove all hooks, and return the observer, if the warm-up is over."""
+        observer, self._observer = self._observer, None
+        self._hook.remove()
+        self._finalizer.detach()
+        if observer is not None:
+            observer.close()
+        if self._end in END_DEFAULT:
+            END_DEFAULT.remove(self._end)
+        return observer
+
+    def _keep(self) -> None:
+        """End, and write the record of the steps in a thread, if there are enough."""
+        observer = self._end()
+        if observer is None or observer.steps < min(self._steps, LEAST_STEPS):
+            return
+        write = guarded(lambda: _write(observer, self._rank), _failed)
+        try:
+            threading.Thread(target=write, name="dreamshard_planner observation").start()
+        except RuntimeError:  # Python ends
+            write()
+
+
+def _write(observer: Observer, rank: int) -> None:
+    """Write a rank's record into the user's folder."""
+    observation = observer.observation()
+    folder = user_folder.runs_folder(observation.hardware, observation.runs[0].world_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    observation.save(rank_file(folder / f"{observer.id}.json", rank))

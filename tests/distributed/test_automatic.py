@@ -1,0 +1,120 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Training on real ranks that is observed by itself: the files that it leaves, and nothing in the model."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from logged import logged
+from ranks import Rank, run_on_ranks
+from test_observed_steps import _hooks
+from tiny import LOCAL_BATCH, make_planner, shard, train
+
+from dreamshard_planner import Observation, observe
+from dreamshard_planner.observing import automatic
+from dreamshard_planner.observing.observer import END_DEFAULT
+
+STEPS = 24
+TRAINED = automatic.WARM_UP_STEPS + STEPS + 3
+THREAD = "dreamshard_planner observation"
+
+
+def _surroundings(home: str, steps: str = str(STEPS)) -> None:
+    os.environ.update(DREAMSHARD_HOME=home, DREAMSHARD_OBSERVE=steps)
+
+
+def _written() -> None:
+    """Wait for the threads that write what was observed."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join()
+
+
+def _messages(records: list[Any]) -> list[str]:
+    return [record.getMessage() for record in records]
+
+
+def _runs(home: Path) -> list[Path]:
+    return sorted(home.glob("runs/*/*.json"))
+
+
+def _trained(rank: Rank, home: str) -> tuple[list[float], list[float], list[str]]:
+    _surroundings(home)
+    with logged("observing.automatic") as records:
+        model = shard(make_planner("dreamshard", rank), rank)
+        begun = _hooks(model)
+        losses = train(model, rank, TRAINED, 2 * LOCAL_BATCH)
+        _written()
+    left = _hooks(model)
+    assert left != begun and not END_DEFAULT
+    _surroundings(home, "0")
+    plain = shard(make_planner("dreamshard", rank), rank)
+    assert _hooks(plain) == left  # nothing is left, as if it had never been observed
+    return losses, train(plain, rank, TRAINED, 2 * LOCAL_BATCH), _messages(records)
+
+
+def test_steps_after_the_warm_up_are_observed_and_nothing_is_left(tmp_path: Path) -> None:
+    for losses, plain, messages in run_on_ranks(_trained, str(tmp_path), world_size=2):
+        assert losses == plain
+        assert not any("training goes on" in message for message in messages)
+    files = _runs(tmp_path)
+    assert [file.suffixes for file in files] == [[".0", ".json"], [".1", ".json"]]
+    (run,) = Observation.load_all(files).runs
+    assert run.steps >= STEPS and run.plan is not None and len(run.ranks) == 2
+    assert "t0" in next(iter(run.plan.sharding.values()))
+
+
+def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
+    _surroundings(home, "0" if how == "variable" else "many" if how == "no number" else str(STEPS))
+    with logged("observing.automatic") as records:
+        model = shard(make_planner("dreamshard", rank), rank, observe=how != "argument")
+        if how == "explicit":
+            train(model, rank, automatic.WARM_UP_STEPS + 3, 2 * LOCAL_BATCH)
+            with observe(model):
+                assert not END_DEFAULT
+                train(model, rank, STEPS, 2 * LOCAL_BATCH)
+        if how in ("dropped", "short"):
+            few = automatic.LEAST_STEPS + 2 if how == "dropped" else 5
+            train(model, rank, automatic.WARM_UP_STEPS + few, 2 * LOCAL_BATCH)
+        else:
+            train(model, rank, TRAINED, 2 * LOCAL_BATCH)
+        del model
+        gc.collect()
+        _written()
+    assert not END_DEFAULT
+    return _messages(records)
+
+
+@pytest.mark.parametrize(
+    ("how", "files"),
+    [("variable", 0), ("argument", 0), ("explicit", 0), ("no number", 0), ("short", 0), ("dropped", 2)],
+)
+def test_the_observation_ends_with_its_switches_and_with_the_model(how: str, files: int, tmp_path: Path) -> None:
+    all_messages = run_on_ranks(_otherwise, str(tmp_path), how, world_size=2)
+    assert len(_runs(tmp_path)) == files
+    for messages in all_messages:
+        wrong = [text for text in messages if "training goes on" in text]
+        assert len(wrong) == (how == "no number") and all("'many'" in text for text in wrong)
+
+
+def _in_a_file(rank: Rank, home: str) -> tuple[list[float], list[str]]:
+    _surroundings(home)
+    with logged("observing.automatic") as records:
+        losses = train(shard(make_planner("dreamshard", rank), rank), rank, TRAINED, 2 * LOCAL_BATCH)
+        _written()
+    return losses, _messages(records)
+
+
+def test_a_home_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    home = tmp_path / "file"
+    home.write_bytes(b"")
+    for losses, messages in run_on_ranks(_in_a_file, str(home), world_size=2):
+        assert len(losses) == TRAINED and torch.tensor(losses).isfinite().all()
+        (told,) = (text for text in messages if "training goes on" in text)
+        assert str(home) in told
