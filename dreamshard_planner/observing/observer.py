@@ -53,7 +53,7 @@ from dreamshard_planner.workload.tables import FeatureStatistics, costed_optimiz
 
 logger = logging.getLogger(__name__)
 
-END_DEFAULT: list[Callable[[], None]] = []
+END_DEFAULT: list[Callable[[], object]] = []
 """Ends the observation that ``DistributedModelParallel`` began by itself, if there is one."""
 _BEGUN: Counter[str] = Counter()
 """Observations that this process has begun, by file name."""
