@@ -18,7 +18,7 @@ from dreamshard_planner.devices import GPUS, Machine, gpu_of
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
-from dreamshard_planner.planning.plan_inputs import PlannerSettings, topology_arguments
+from dreamshard_planner.planning.plan_inputs import PlannerSettings, statistics_for_file, topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.replan import OnRequest, Replan
@@ -76,7 +76,7 @@ def check_statistics(saved: SavedPlan, known: TableStatistics | None, given: boo
     Raises:
         PlanError: none were given, and those of the plan are unknown.
     """
-    if (None if known is None else digest(known)) == saved.inputs.statistics:
+    if (None if known is None else digest(statistics_for_file(known))) == saved.inputs.statistics:
         return None
     if given or saved.inputs.statistics is None:
         return (
@@ -92,7 +92,8 @@ def check_statistics(saved: SavedPlan, known: TableStatistics | None, given: boo
 
 def not_held(saved: SavedPlan, known: Collection[str]) -> list[str]:
     """Return features whose statistics the plan may have used and neither its file nor ``known`` has."""
-    if saved.inputs.statistics in (None, digest(TableStatistics(saved.inputs.features)), digest(known)):
+    told = (digest(TableStatistics(saved.inputs.features)), digest(known))
+    if saved.inputs.statistics in (None, *told):
         return []
     read = {name for table in saved.inputs.tables.values() for name in table.features}
     return sorted(read - saved.inputs.features.keys() - set(known))

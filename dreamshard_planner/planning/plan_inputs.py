@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from numbers import Integral
 from operator import attrgetter
@@ -44,6 +44,7 @@ from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.fingerprint import canonical, digest
 from dreamshard_planner.torchrec_components.compat import dense_tensor_bytes, set_dense_tensor_bytes
 from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics
 
 RESERVED_SHARE = 0.15
 """Share of device memory that TorchRec's planner reserves by default."""
@@ -161,7 +162,7 @@ def plan_inputs(
         tables={fqn: reader.declared(tables[fqn]) for fqn in sorted(tables)},
         constraints={name: _changed(given[name]) for name in sorted(given)},
         placement_rules={} if settings.placement_rules is None else settings.placement_rules.to_dict(),
-        statistics=None if settings.statistics is None else digest(settings.statistics),
+        statistics=None if settings.statistics is None else digest(statistics_for_file(settings.statistics)),
         settings={
             "cost_source": settings.cost_source,
             "checkpoint": f"{checkpoint.name} {checkpoint.digest()[:12]}",
@@ -175,8 +176,13 @@ def plan_inputs(
             **({} if settings.least_gain is None else {"least_gain": settings.least_gain}),
             **({} if settings.effort == DEFAULT_EFFORT else {"effort": settings.effort}),
         },
-        features={name: known for name, known in (settings.statistics or {}).items() if known.ids is None},
+        features=dict(statistics_for_file(settings.statistics or {})),
     )
+
+
+def statistics_for_file(statistics: Mapping[str, FeatureStatistics]) -> TableStatistics:
+    """Return the statistics that costs read, all but hot ids, of which a feature may have tens of thousands."""
+    return TableStatistics({name: replace(known, hot=None) for name, known in statistics.items()})
 
 
 MULTIPLIERS = {

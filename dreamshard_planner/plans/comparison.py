@@ -342,11 +342,13 @@ def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
 
 
 def _reads_blocks_unevenly(plan: SavedPlan) -> bool:
-    """Whether a table with a block of rows on each rank has statistics that the file lacks: histograms of ids."""
+    """Return whether a histogram of ids may tell that a table's blocks of rows, one on each rank, are read unevenly."""
+    if plan.inputs.statistics is None:
+        return False
     of_blocks = [fqn for fqn, table in plan.tables()
                  if (spec := SHARDING_TYPES.get(table.sharding_type)) is None or spec.splits_rows]  # fmt: skip
-    read = {name for fqn in of_blocks for name in plan.inputs.tables[fqn].features}
-    return plan.inputs.statistics is not None and not read <= plan.inputs.features.keys()
+    known = [plan.inputs.features.get(name) for fqn in of_blocks for name in plan.inputs.tables[fqn].features]
+    return any(feature is None or feature.ids is not None for feature in known)
 
 
 def _bytes_that_stay(

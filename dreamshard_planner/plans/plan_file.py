@@ -10,7 +10,7 @@ A file holds how every table is sharded, what the plan was made from, and what i
                      "backward_ms" per rank; sources, memory per rank, "collectives", "notes", ...},
       "alone_ms":   {table: milliseconds},
       "inputs":     {"batch_size", "topology", "tables", "constraints", "placement_rules", "statistics" (a digest),
-                     "settings", "features": statistics of those without a histogram of ids},
+                     "settings", "features": their statistics},
       "sharding":   {module: {table: {"sharding_type", "kernel", "shards": [{"rank", "offset", "size"}],
                                       "cache_load_factor"}}}
     }
@@ -274,7 +274,7 @@ class PlanInputs:
     settings: dict[str, Any]
     """Arguments of the planner: cost source, checkpoint, seed, and so on."""
     features: dict[str, FeatureStatistics]
-    """Statistics of those features without a histogram of ids, which takes kilobytes: these stay in their own file."""
+    """Statistics, without hot ids. Files of earlier releases lack features with a histogram of ids."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec
 from dreamshard_planner.planning.plan_inputs import topology_inputs
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.stale import machine_differences, stale_differences
+from dreamshard_planner.workload.hot_ids import HotIds
 from dreamshard_planner.workload.id_histogram import IdHistogram
 from tests.cli.test_commands import run
 
@@ -203,20 +204,24 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
             assert kept.limit_bytes == pytest.approx(left.limit_bytes, rel=1e-6)
 
 
-def test_statistics_with_histograms_are_asked_for_by_name(tmp_path: Path) -> None:
-    saved = saved_of(model(), STATISTICS, CUDA)
-    assert list(saved.inputs.features) == ["f"]
-    with pytest.raises(
-        PlanError, match=r"with statistics of features among g, h, s that it does not hold.*--statistics"
-    ):
-        check_statistics(saved, job_of(saved).model.statistics, given=False)
+def test_a_plan_file_holds_its_statistics_and_an_earlier_one_asks_for_them(tmp_path: Path) -> None:
+    hot = {"h": replace(STATISTICS["h"], hot=HotIds((3,), (9.0,)))}
+    saved = saved_of(model(), TableStatistics({**STATISTICS, **hot}), CUDA)
+    assert saved.inputs.features == dict(STATISTICS)
+    saved.save(file := tmp_path / "plan.json")
+    assert check_statistics(saved, job_of(SavedPlan.load(file)).model.statistics, given=False) is None
+    command = ("replan", str(file), "--steps", "10")
+    done = run(*command)
+    assert "Stay with plan.json" in done.stdout and "note:" not in done.stderr
+    earlier = replace(saved, inputs=replace(saved.inputs, features={"f": STATISTICS["f"]}))
+    words = "with statistics of features among g, h, s that it does not hold"
+    with pytest.raises(PlanError, match=f"{words}.*--statistics"):
+        check_statistics(earlier, job_of(earlier).model.statistics, given=False)
     other = TableStatistics({"h": FeatureStatistics(9.0)})
-    assert "other statistics" in check_statistics(saved, job_of(saved, other).model.statistics, given=True)
-    saved.save(tmp_path / "plan.json")
+    assert "other statistics" in check_statistics(earlier, job_of(earlier, other).model.statistics, given=True)
+    earlier.save(file)
+    assert words in " ".join(run(*command, status=1).stderr.split())
     STATISTICS.to_json(tmp_path / "statistics.json")
-    command = ("replan", str(tmp_path / "plan.json"), "--steps", "10")
-    told = " ".join(run(*command, status=1).stderr.split())
-    assert "with statistics of features among g, h, s that it does not hold" in told
     same = run(*command, "--statistics", str(tmp_path / "statistics.json"))  # features that it lacks were never counted
     assert "Stay with plan.json" in same.stdout and "note:" not in same.stderr
     other.to_json(tmp_path / "other.json")
