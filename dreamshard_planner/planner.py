@@ -35,6 +35,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import DreamShardError, InputWarning
+from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.planning.explanation import Explanation
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
@@ -97,6 +98,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         least_gain: share of the predicted cost of TorchRec's plan that another plan must gain to replace it. By default
             0.03 if no lookups per sample are known, from statistics or constraints, else 0. Costs alone decide with a
             given enumerator, proposer, partitioner or performance model, and in :meth:`replan`.
+        hot_rows_bytes: most memory of each rank for hot rows of sequence tables, which every rank then holds. They are
+            chosen from the ids that ``statistics`` counted, where they lower the predicted cost of a step. Such plans
+            need this package's ``DistributedModelParallel``, or sharders of ``with_hot_rows``.
 
     Raises:
         CheckpointError: the checkpoint can't be read.
@@ -138,6 +142,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         placement_rules: PlacementRules | None = None,
         sharding_groups: ShardingGroups | None = None,
         least_gain: float | None = None,
+        hot_rows_bytes: int = 0,
     ) -> None:
         constraints = given_constraints(constraints)
         self._settings = PlannerSettings(
@@ -155,6 +160,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             placement_rules=placement_rules,
             sharding_groups=sharding_groups,
             least_gain=least_gain,
+            hot_rows_bytes=hot_rows_bytes,
         )
         if placement_rules is not None and partitioner is not None:
             raise ValueError(f"placement_rules are kept by DreamShardPlanner's own partitioner, not by {partitioner!r}")
@@ -228,7 +234,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._warn_of_lost_optimizers(loop.model, self._best_plan or [])
         if missing := missing_optimizers(self._best_plan or [], loop.model.context.reader):
             warnings.warn(missing, InputWarning, stacklevel=3)
-        return sharding_plan
+        return sharding_plan if loop.hot_rows is None else replicate_hot_rows(sharding_plan, loop.hot_rows.ids)
 
     @neutral()
     def read(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> None:

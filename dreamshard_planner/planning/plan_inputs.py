@@ -74,6 +74,7 @@ class PlannerSettings:
     placement_rules: PlacementRules | None = None
     sharding_groups: ShardingGroups | None = None
     least_gain: float | None = None
+    hot_rows_bytes: int = 0
 
     def __post_init__(self) -> None:
         types = {"statistics": TableStatistics, "placement_rules": PlacementRules, "sharding_groups": ShardingGroups}
@@ -83,6 +84,9 @@ class PlannerSettings:
         given = self.given_batch_size
         if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < 1):
             raise ValueError(f"batch_size must be a whole number above 0, got {given!r}")
+        hot = self.hot_rows_bytes
+        if isinstance(hot, bool) or not isinstance(hot, Integral) or hot < 0:
+            raise ValueError(f"hot_rows_bytes must be a whole number of bytes from 0, got {hot!r}")
         if self.least_gain is not None and not 0 <= self.least_gain < 1:
             raise ValueError(f"least_gain must be a share from 0 to below 1, or None, got {self.least_gain!r}")
         if self.search_seconds is not None and not self.search_seconds > 0:

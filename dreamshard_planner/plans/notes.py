@@ -21,6 +21,7 @@ CODES = {
     "table": "of which rows nobody knows how they are read",
     "placement_rule": "where it put tables",
     "beyond_exact_training": "what exact training leaves out",
+    "hot_rows": "rows of sequence tables that every rank holds",
     "forced_out": "exact training keeps tables out of device memory",
     "training": "trains differently",
     "unused": "named, and not in the model; or in the model, and not in the plan",

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
 from dreamshard_planner.planning.baseline import BaselineFallback, Signatures, signatures
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.result import PlanResult, SearchRecord
@@ -115,6 +116,7 @@ class SearchLoop:
 
     Attributes:
         enumerator, proposers, partitioner, perf_model: the components of the loop.
+        hot_rows: of the best plan; None if none were asked for, or the plan was loaded.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class SearchLoop:
         context, settings = model.context, model.settings
         self._model, self._given, self._falls_back = model, given, falls_back
         self._fallback: BaselineFallback | None = None
+        self.hot_rows: HotRowsChoice | None = None
         self._placed: Signatures = {}
         """Signatures of the plan before the user's callbacks."""
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
@@ -176,6 +179,9 @@ class SearchLoop:
                 self.enumerator.populate_estimates(plan)  # by our costs, as of other plans
         elif self._ours is not None and self._ours.placed is not None:
             plan = self._searched_again(plan, self._ours)
+        if self._model.settings.hot_rows_bytes and self._loader is None:
+            self.hot_rows = choose_hot_rows(self.model, plan, self._model.settings.hot_rows_bytes)
+            plan = list(self.hot_rows.options)
         # TorchRec's statistics read estimates, which caches of other sizes than TorchRec's lack.
         if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
             self.enumerator.populate_estimates(bare)
@@ -203,6 +209,8 @@ class SearchLoop:
             notes += found.torchrec.notes()
         if self._fallback is not None:
             notes.append(self._fallback.note)
+        if self.hot_rows is not None:
+            notes += self.hot_rows.notes()
         now = signatures(plan)
         is_changed = ours is not None and now != self._placed
         if is_changed:

@@ -74,7 +74,7 @@ def histogram_of_counts(count_R: Tensor) -> tuple[Tensor, float]:
     return histogram / len(count_R), float(len(count_R))
 
 
-def _bin_probabilities(rate_Q: Tensor) -> Tensor:
+def bin_probabilities(rate_Q: Tensor) -> Tensor:
     """Return the probability of a Poisson count in each bin, [..., K], by rate; zero counts are in none."""
     edges = torch.tensor((0, *BIN_UPPER), dtype=torch.float64)
     at_most = torch.special.gammaincc(edges + 1, rate_Q[..., None].double().clamp_min(1e-12))
@@ -103,7 +103,7 @@ def default_reuse(
     mass_TQ = (((edge_TQ + 1) ** power_T1) / power_T1).diff(dim=-1)
     share_TQ = mass_TQ / mass_TQ.sum(-1, keepdim=True)
     rows_TQ = edge_TQ.diff(dim=-1)
-    bins_TQK = _bin_probabilities(lookups_T[:, None] * share_TQ / rows_TQ)
+    bins_TQK = bin_probabilities(lookups_T[:, None] * share_TQ / rows_TQ)
     count_TK = (rows_TQ[..., None] * bins_TQK).sum(1)
     return _normalise(count_TK, rows_T, lookups_T)
 
@@ -233,7 +233,7 @@ def _rates(grid: tuple[int, int, int]) -> Tensor:
 @neutral()
 def _probabilities_at(factor: float, grid: tuple[int, int, int]) -> Tensor:
     """Return bin probabilities [Q, K] of a rate grid for a batch ``factor`` times as large."""
-    return _bin_probabilities(_rates(grid) * factor)
+    return bin_probabilities(_rates(grid) * factor)
 
 
 def _power_laws(rows_T: Tensor, lookups_T: Tensor) -> Tensor:

@@ -1,0 +1,103 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Hot rows are chosen where they lower the predicted cost of the whole plan."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.types import ShardingPlan
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dreamshard_planner import DreamShardPlanner, TableStatistics
+from dreamshard_planner.devices import Machine
+from dreamshard_planner.hot_rows.choice import HotRowsChoice
+from dreamshard_planner.hot_rows.hot_set import hot_rows_of
+from dreamshard_planner.hot_rows.other_lookups import without_rows
+from tests.hot_rows.zipf import FEATURES, sequence_model, zipf_batches
+
+ROWS, DIM, SAMPLES, LOOKUPS = 50_000, 64, 512, 50
+BUDGET_BYTES = 2**20
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@cache
+def _statistics(exponent: float) -> TableStatistics:
+    return TableStatistics.from_batches(zipf_batches(exponent, ROWS, SAMPLES, LOOKUPS, 10))
+
+
+def _planned(exponent: float | None, dedup: bool = False, **settings: Any) -> tuple[ShardingPlan, DreamShardPlanner]:
+    settings = {"hot_rows_bytes": BUDGET_BYTES, **settings}
+    planner = DreamShardPlanner(
+        Machine(ranks_per_host=4, hosts=4, gpu="h100").topology(),
+        batch_size=SAMPLES,
+        statistics=None if exponent is None else _statistics(exponent),
+        effort="quick",
+        debug=False,
+        **settings,
+    )
+    return planner.plan(sequence_model(ROWS, DIM), [EmbeddingCollectionSharder(use_index_dedup=dedup)]), planner
+
+
+def _choice(planner: DreamShardPlanner) -> HotRowsChoice:
+    assert planner._loop is not None and planner._loop.hot_rows is not None
+    return planner._loop.hot_rows
+
+
+def test_hot_rows_of_skewed_tables_lower_the_step() -> None:
+    plan, planner = _planned(1.2)
+    choice, hot = _choice(planner), dict(hot_rows_of(plan))
+    assert hot.keys() == {"ec.t0", "ec.t1"} == choice.ids.keys()
+    assert choice.after_ms < 0.9 * choice.before_ms and choice.after_bytes < 0.7 * choice.before_bytes
+    assert choice.before_ms == pytest.approx(planner.report().chosen.total_ms, rel=1e-6)
+    for table in choice.tables:
+        known = _statistics(1.2)[f"f{table.name[-1]}"]
+        assert known.hot is not None
+        order = sorted(zip(known.hot.reads, known.hot.ids, strict=True), reverse=True)[: len(table.ids)]
+        assert sum(reads for reads, _ in order) / known.lookups == pytest.approx(table.lookup_share, rel=1e-6)
+        assert hot[table.name].table_rows == ROWS and sorted(table.ids.tolist()) == hot[table.name].ids.tolist()
+        assert table.memory_bytes == len(table.ids) * (DIM * 4 + 4)  # and the state of row-wise Adagrad
+    note = next(note for note in planner.report().notes if note.code == "hot_rows")
+    assert all(word in note.text for word in ("ec.t0", "of its lookups", "MiB", " ms"))
+    assert note.figures["after_ms"] == choice.after_ms
+
+
+def test_the_budget_bounds_the_memory_of_each_rank() -> None:
+    for budget_bytes in (1000, 20_000):
+        choice = _choice(_planned(1.2, hot_rows_bytes=budget_bytes)[1])
+        assert budget_bytes - 2 * (DIM * 4 + 4) < choice.memory_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize(("exponent", "dedup"), [(None, False), (0.0, False), (1.2, True)])
+def test_tables_stay_whole_where_hot_rows_gain_nothing(exponent: float | None, dedup: bool) -> None:
+    """Statistics are lacking, all rows are read alike, or index dedup sends each row once already."""
+    plan, planner = _planned(exponent, dedup)
+    assert not [*hot_rows_of(plan)] and not _choice(planner).tables
+    assert "no hot rows" in str(_choice(planner))
+
+
+def test_other_lookups_have_the_statistics_of_batches_without_hot_rows() -> None:
+    known = _statistics(1.2)["f0"]
+    assert known.hot is not None
+    ids = torch.tensor([row for row, reads in zip(known.hot.ids, known.hot.reads, strict=True) if reads >= 2])
+    left = []
+    for batch in zipf_batches(1.2, ROWS, SAMPLES, LOOKUPS, 10):
+        of_f0 = batch[FEATURES[0]].values()
+        cold = of_f0[~torch.isin(of_f0, ids)]
+        lengths = torch.tensor([len(cold), *[0] * (SAMPLES - 1)])
+        left.append(KeyedJaggedTensor([FEATURES[0]], cold, lengths=lengths))
+    counted, computed = TableStatistics.from_batches(left)["f0"], without_rows(known, ids)
+    assert computed.pooling_factor == pytest.approx(counted.pooling_factor, rel=1e-4)
+    assert computed.distinct_rows == pytest.approx(counted.distinct_rows, rel=0.03)
+    assert computed.reuse_histogram == pytest.approx(counted.reuse_histogram, abs=0.03)
+    assert computed.ids is not None and counted.ids is not None
+    assert computed.ids.shares(0, ROWS // 2) == pytest.approx(counted.ids.shares(0, ROWS // 2), abs=0.02)
+
+
+@pytest.mark.parametrize("given", [-1, 1.5, True])
+def test_impossible_budgets_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=f"hot_rows_bytes must be a whole number of bytes from 0, got {given}"):
+        _planned(None, hot_rows_bytes=given)
