@@ -42,7 +42,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from common.linear_cost import LinearCost
 from common.output import mean_interval, provenance, table_of, wide_console, write_result
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost

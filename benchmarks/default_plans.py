@@ -37,7 +37,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from common.output import append, opened, quiet, table_of
 from common.tasks import RANKS_PER_HOST, FullTask, random_tables, tasks
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.checkpoints.checkpoint import resolve_for
+from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.reader import OptionReader

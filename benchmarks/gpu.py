@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from common.output import ROOT, provenance
-from dreamshard_planner.checkpoints.checkpoint import measured_name
+from dreamshard_planner.checkpoints.choice import measured_name
 
 BENCHMARKS = Path(__file__).parent
 SHARES = {"kernels": 0.06, "collectives": 0.05, "checkpoint": 0.22, "accuracy": 0.08, "placements": 0.18, "steps": 0.05}

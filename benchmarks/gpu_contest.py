@@ -51,7 +51,7 @@ from common.tasks import RANKS_PER_HOST, feature_names, meta_collection
 from default_plans import Timed
 from dlrm.options import OPTIMIZERS
 from dreamshard_planner import DreamShardPlanner, TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import resolve_for
+from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.kernels import Arena

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from common.output import provenance, quiet, wide_console, write_result
 from dlrm.job import Job, scale_tables
 from dlrm.options import Config, Node
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve, resolve_for
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import resolve, resolve_for
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.observing.learning import ObservedSets, learn

@@ -30,7 +30,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 
 from common.output import mean_interval, provenance, quiet, table_of, wide_console
 from common.tasks import meta_collection
-from dreamshard_planner.checkpoints.checkpoint import prior_policy, resolve_for
+from dreamshard_planner.checkpoints.choice import prior_policy, resolve_for
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask

@@ -147,7 +147,8 @@ def states() -> str:
 
 def report() -> str:
     """Return the printed report of :data:`REPORT`, as on the CPU of the shipped costs, without the list of tables."""
-    from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+    from dreamshard_planner.checkpoints.choice import SHIPPED
     from dreamshard_planner.cli import app
     from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE
 

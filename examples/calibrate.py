@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline import Job, read_model
 from dreamshard_planner.training import calibrate

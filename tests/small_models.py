@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import resolve_for
+from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 

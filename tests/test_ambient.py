@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import Checkpoint, DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped
+from dreamshard_planner.checkpoints.choice import SHIPPED, shipped
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload import reuse
 from dreamshard_planner.workload.features import FEATURE_NAMES

@@ -10,8 +10,7 @@ import pytest
 from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner import Checkpoint, TaskError, driver
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED
-from dreamshard_planner.checkpoints.notes import checkpoint_notes
+from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes
 from dreamshard_planner.cost.roofline import L2_BYTES, RooflineCost
 from dreamshard_planner.devices import GB, GPUS, UNKNOWN_CARD, Machine, card_of, default_notes, gpu_of
 from dreamshard_planner.measure.hardware import describe_hardware

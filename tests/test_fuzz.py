@@ -45,7 +45,8 @@ from dreamshard_planner import (
     TableStatistics,
     TaskError,
 )
-from dreamshard_planner.checkpoints.checkpoint import FORMAT, SHIPPED, VERSION
+from dreamshard_planner.checkpoints.checkpoint import FORMAT, VERSION
+from dreamshard_planner.checkpoints.choice import SHIPPED
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.collectives import MeasuredCollectives

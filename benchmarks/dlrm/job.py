@@ -31,7 +31,7 @@ from common.tasks import feature_names, meta_collection
 from dlrm.options import ONLY, OPTIMIZERS, OURS, SIZES, WITHOUT, Config, Node
 from dlrm.steps import Trainee
 from dreamshard_planner import Checkpoint, DistributedModelParallel, DreamShardPlanner, TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import resolve_for
+from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.measure.kernels import draw_inputs
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.infeasible import infeasible

@@ -14,7 +14,7 @@ from common.output import provenance, table_of
 from dlrm.job import Planned
 from dlrm.options import Config, Node
 from dlrm.steps import Trained
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.report import Report, ReportEntry
 

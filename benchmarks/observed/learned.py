@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from dlrm.job import Job, SkewedPartitioner, make_planners
 from dreamshard_planner import Checkpoint
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
+from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.observing.learning import ObservedSets, exchanges_of, learn, mean_error

@@ -25,7 +25,7 @@ from dlrm.job import Job, make_planners, plan_all, scale_tables
 from dlrm.options import Config, Node
 from dlrm.steps import Trainee
 from dreamshard_planner import observe
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped
+from dreamshard_planner.checkpoints.choice import SHIPPED, shipped
 from dreamshard_planner.workload.counting import EVERY
 from dreamshard_planner.workload.pools import named_pool
 

@@ -25,7 +25,8 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption, Sto
 from common.linear_cost import LinearCost
 from common.tasks import meta_collection
 from common.whole_tables import rolled_out
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.problem import Cost

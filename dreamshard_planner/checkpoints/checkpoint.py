@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dreamshard_planner import driver
-from dreamshard_planner.checkpoints import user_folder
 from dreamshard_planner.cost.collectives import fits_of
-from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, check_corrections
+from dreamshard_planner.cost.compute import LEAST_SCALE, OPTIMIZERS, AdjustedCost, ComputeCost, CostSource
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import Policy, PolicyConfig
-from dreamshard_planner.support.documents import check_version, parsed
+from dreamshard_planner.support.documents import Amount, check_version, one_of, parsed
 from dreamshard_planner.support.files import brief, check_readable, parse_json, write_whole
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.torch_state import neutral
@@ -41,12 +37,8 @@ from dreamshard_planner.workload.tables import Workload
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
 
-SHIPPED = Path(__file__).parent
 FORMAT = "dreamshard_planner"
 VERSION = 4
-"""Files of version 1 have no corrections."""
-SWEEPING_POLICY = 4
-"""First version whose policies play today's estimated MDP; the policy that ships takes the place of earlier ones."""
 MAX_SIZE = 4096  # of any number in a network's configuration
 UNBOUNDED = ("_low", "_high")
 """Ends of the names of buffers that may be infinite: ranges of untrained networks."""
@@ -106,25 +98,25 @@ class Checkpoint:
     @classmethod
     @neutral()
     def load(cls, path: str | Path) -> Checkpoint:
-        """Read a checkpoint. Files before version 4 hold a policy of another estimated MDP; :func:`prior_policy` takes
-        its place.
+        """Read a checkpoint.
 
         Raises:
-            CheckpointError: the file is missing, damaged, of a newer version, or does not fit this package; names the
+            CheckpointError: the file is missing, damaged, of another version, or does not fit this package; names the
                 file and the reason.
         """
         path = Path(path)
-        with _opened(path) as file:
-            description = _description_of(path, file)
-            if int(file.metadata()["version"]) < SWEEPING_POLICY:
-                policy = prior_policy()
-            else:
+        check_readable(path, CheckpointError, "checkpoint")
+        try:
+            with safe_open(path, framework="pt") as file:
+                description = _description_of(path, file.metadata() or {})
                 policy = _network_of(path, "policy", Policy, PolicyConfig, description.get("policy"), file)
-            cost = None
-            if description.get("cost") is not None:
-                prior = RooflineCost.of_gpu("h100") if "cost.prior" in file.keys() else None  # its figures are read
-                make = partial(CostNetwork, prior=prior)
-                cost = _network_of(path, "cost", make, CostNetworkConfig, description["cost"], file)
+                cost = None
+                if description.get("cost") is not None:
+                    prior = RooflineCost.of_gpu("h100") if "cost.prior" in file.keys() else None  # its figures are read
+                    make = partial(CostNetwork, prior=prior)
+                    cost = _network_of(path, "cost", make, CostNetworkConfig, description["cost"], file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: not a safetensors file, or a damaged one ({brief(error)})") from error
         _check_sense(path, policy, cost)
         metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
         policy.requires_grad_(False)
@@ -137,100 +129,8 @@ class Checkpoint:
         return checkpoint
 
 
-@cache
-def prior_policy() -> Policy:
-    """Return the policy that ships: trained on costs by bandwidths, and the start of every other training."""
-    return Checkpoint.load(SHIPPED / "roofline.safetensors").policy
-
-
-def resolve(
-    checkpoint: str | Path | Checkpoint,
-    compute_device: str,
-    threads: int | None = None,
-    card: str | None = None,
-) -> Checkpoint:
-    """Return the checkpoint to plan with.
-
-    ``"auto"`` takes the user's own (:mod:`dreamshard_planner.checkpoints.user_folder`) measured on the processor or
-    card that is planned for. Else it takes the one that ships for that card or for CPUs; without any, the roofline
-    model.
-
-    Args:
-        checkpoint: a :class:`Checkpoint`, a path, ``"roofline"`` or ``"auto"``.
-        compute_device: ``cpu`` or ``cuda``.
-        threads: of a rank, to choose among the user's own. Default: this process's.
-        card: the driver's name of the GPU, or the processor's name. Default: the one that this process sees.
-
-    Raises:
-        CheckpointError: the file cannot be read; for ``"auto"``, any of the user's own cannot, since plans would use
-            other costs than the user measured.
-    """
-    if checkpoint == "auto":
-        checkpoint = _auto(compute_device, threads, card)
-    elif checkpoint == "roofline":
-        checkpoint = shipped(SHIPPED, "roofline")
-    return checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.load(checkpoint)
-
-
-def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint) -> Checkpoint:
-    """Return the checkpoint for the devices of a topology; see :func:`resolve`."""
-    return resolve(checkpoint, topology.compute_device, card=card_of(topology))
-
-
-def _auto(compute_device: str, threads: int | None, card: str | None) -> Checkpoint:
-    """Return one of the user's own, else the one that ships."""
-    try:
-        described = {path: describe(path) for path in user_folder.files()}
-    except OSError as error:  # such as another user's home, in which this one cannot have kept anything
-        made = _shipped(compute_device, card)
-        return replace(
-            made, why=f"{made.name} ships: {user_folder.folder()}, for your own, cannot be read ({error.strerror})"
-        )
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}; checkpoint='auto' looks at all that you keep there: remove the file, or name a checkpoint"
-        ) from error
-    alike = {
-        path: metadata
-        for path, metadata in described.items()
-        if metadata.get("hardware", {}).get("device") == compute_device
-    }
-    if not alike:
-        return _shipped(compute_device, card)
-    here = card or user_folder.hardware_here(compute_device)  # may ask for the card, which starts CUDA
-    best = user_folder.nearest(alike, here, threads or torch.get_num_threads())
-    if best is None:
-        made = _shipped(compute_device, card)
-        which = f"was measured on {here or 'a card that is here'}"
-        return replace(made, why=f"{made.name} ships: none of your own in {user_folder.folder()} {which}")
-    found = best.stat()
-    why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here}"
-    return replace(_loaded(best, found.st_mtime_ns, found.st_size, found.st_ino), why=why)
-
-
-@cache
-def _loaded(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
-    """Load a file once for each of its states."""
-    return Checkpoint.load(path)
-
-
-def _shipped(compute_device: str, card: str | None) -> Checkpoint:
-    """Return the checkpoint that ships for a card, by default the one that this process sees."""
-    if card is None and compute_device == "cuda" and (found := driver.read_card()) is not None:
-        card = found.name
-    return shipped(SHIPPED, compute_device, card)
-
-
-def measured_name(compute_device: str, card: str) -> str:
-    """Return the file name of a device's measured checkpoint: ``cpu``, or the card's name."""
-    return "cpu" if compute_device == "cpu" else user_folder.slug(card)
-
-
-@cache
-def shipped(folder: Path, compute_device: str, card: str | None = None) -> Checkpoint:
-    """Return the checkpoint in ``folder`` for a device, such as ``nvidia-h200.safetensors``, else ``roofline``."""
-    measured = folder / f"{measured_name(compute_device, card) if card else compute_device}.safetensors"
-    return Checkpoint.load(measured if measured.is_file() else folder / "roofline.safetensors")
+_Scale = Annotated[float, Field(ge=LEAST_SCALE, allow_inf_nan=False)]
+_Rates = tuple[_Scale, Amount, Amount, Amount, Amount]
 
 
 @dataclass(frozen=True)
@@ -244,8 +144,6 @@ class _Counts:
     test_sets: int = 0
     tasks: int = 0
     network_mape: tuple[float, float] | None = None
-    linear_mape: tuple[float, float] | None = None
-    """Errors of a linear model, in old files."""
     policy_over_rule: dict[str, float] = field(default_factory=dict)
 
 
@@ -253,7 +151,6 @@ class _Counts:
 class _Description:
     """Checked fields of a description; the others are for people."""
 
-    recipe: str = "default"
     hardware_name: str = ""
     hardware: _Hardware = _Hardware()
     pools: tuple[str, ...] = ()
@@ -262,46 +159,19 @@ class _Description:
     dataset: _Counts = _Counts()
     calibration: _Counts = _Counts()
     validation: _Counts = _Counts()
-    collectives: dict[str, Any] | None = None
+    collectives: Annotated[Any, AfterValidator(lambda measured: measured and fits_of(measured))] = None
     learned: dict[str, Any] | None = None
-    corrections: Any = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.recipe != "default":
-            raise ValueError(
-                f"its networks are of recipe {brief(self.recipe)}, which this package no longer has: dreamshard train "
-                "or dreamshard fit make others from the same dataset"
-            )
-        if self.collectives is not None:
-            fits_of(self.collectives)
-        check_corrections(self.corrections)
+    corrections: dict[Annotated[str, one_of(OPTIMIZERS)], tuple[_Rates, _Rates]] = field(default_factory=dict)
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return a file's metadata without reading its networks; raises CheckpointError as :meth:`Checkpoint.load`."""
-    with _opened(path) as file:
-        return _description_of(path, file)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; errors while it is read name it."""
-    check_readable(path, CheckpointError, "checkpoint")
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file, or a damaged one ({brief(error)})") from error
-
-
-def _description_of(path: Path, file: Any) -> dict[str, Any]:
+def _description_of(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
     """Return the checked metadata of an open file."""
-    header = file.metadata() or {}
     if header.get("format") != FORMAT:
         raise CheckpointError(f"{path}: a safetensors file, but not a checkpoint of dreamshard_planner")
     version = header.get("version", "")
     number = int(version) if version.isascii() and version.isdecimal() and len(version) < 10 else version
-    check_version(path, number, range(1, VERSION + 1), "", CheckpointError)
+    remedy = "make it again with dreamshard train, or dreamshard calibrate or learn for corrections"
+    check_version(path, number, range(VERSION, VERSION + 1), remedy, CheckpointError)
     try:
         description = parse_json(header["description"])
     except (KeyError, ValueError) as error:

@@ -127,7 +127,7 @@ def learn(
 
     If they confirm nothing, nothing is written, and the exit status is 1.
     """
-    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.checkpoints.choice import resolve
     from dreamshard_planner.observing.learning import learn
     from dreamshard_planner.observing.observation import Observation
 
@@ -170,7 +170,7 @@ def calibrate(
     Costs stay unless held-out sets confirm the correction. On a busy core, or with few sets, nothing is written, and
     the exit status is 1. Under torchrun all ranks measure.
     """
-    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.checkpoints.choice import resolve
     from dreamshard_planner.measure.hardware import describe_hardware
     from dreamshard_planner.training import calibrate
 
@@ -253,7 +253,7 @@ def train(
     ship: the policy always, the cost network on CPUs. With --quick the cost network starts from nothing, with
     --roofline the policy. Collectives stay those in use on such a device, unless measured ones are given.
     """
-    from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
+    from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
     from dreamshard_planner.measure.hardware import describe_hardware
     from dreamshard_planner.policy.reinforce import FROM_SCRATCH
     from dreamshard_planner.training import train, train_on_roofline
@@ -356,9 +356,9 @@ def fit(
 
 def _keep_in(hardware: Mapping[str, Any], how: str = "") -> Path:
     """Return the file among the user's own checkpoints to write, checked."""
-    from dreamshard_planner.checkpoints import user_folder
+    from dreamshard_planner.checkpoints import choice
 
-    out = user_folder.new_file(hardware, how)
+    out = choice.new_file(hardware, how)
     check_writable(out)
     return out
 
@@ -378,7 +378,7 @@ def _tell_where(out: Path, given: bool, made: Checkpoint) -> None:
 
 def _taken_by(out: Path, made: Checkpoint, how: str) -> str:
     """Say which plans take a checkpoint of the user's own: it may be for other hardware or threads."""
-    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.checkpoints.choice import resolve
     from dreamshard_planner.measure.hardware import hardware_name
 
     hardware = made.metadata["hardware"]

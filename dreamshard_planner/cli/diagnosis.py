@@ -54,7 +54,7 @@ def _measured() -> list[Finding]:
     """How far off the costs are that a plan would be made with, by optimizer and direction."""
     import torch
 
-    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.checkpoints.choice import resolve
     from dreamshard_planner.devices import Machine
     from dreamshard_planner.training import check
 
@@ -152,21 +152,20 @@ def _topologies() -> list[Finding]:
 
 def _own_checkpoints() -> Finding:
     """What the user keeps, and where."""
-    from dreamshard_planner.checkpoints import user_folder
+    from dreamshard_planner.checkpoints import choice
 
     subject = "your checkpoints"
     try:
-        names = ", ".join(path.name for path in user_folder.files())
+        names = ", ".join(path.name for path in choice.files())
     except OSError as error:
-        advice = f"set {user_folder.VARIABLE} to another folder"
-        return Finding(subject, f"{user_folder.folder()}: {error.strerror}", "note", advice)
-    return Finding(subject, f"{names or 'none'}, in {user_folder.folder()}")
+        advice = f"set {choice.VARIABLE} to another folder"
+        return Finding(subject, f"{choice.folder()}: {error.strerror}", "note", advice)
+    return Finding(subject, f"{names or 'none'}, in {choice.folder()}")
 
 
 def _checkpoint(device: str) -> Finding:
     """What ``checkpoint="auto"`` would take there, and why."""
-    from dreamshard_planner.checkpoints.checkpoint import resolve
-    from dreamshard_planner.checkpoints.notes import checkpoint_notes
+    from dreamshard_planner.checkpoints.choice import checkpoint_notes, resolve
     from dreamshard_planner.devices import Machine
     from dreamshard_planner.errors import CheckpointError
 

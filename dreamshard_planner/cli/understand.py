@@ -173,7 +173,6 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "corrected": checkpoint.get("corrected"),
         "learned": (checkpoint.get("learned") or {}).get("said"),
         "error": _error(validation.get("network_mape")),
-        "error of a linear model": _error(validation.get("linear_mape")),
     }
     over = validation.get("policy_over_rule") or {}
     told |= {f"policy against {rule}": f"{share:.2f} of its cost" for rule, share in over.items()}
@@ -221,8 +220,8 @@ IN_WORDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
     """Return kind and content of a file, by its suffix."""
-    from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
-    from dreamshard_planner.checkpoints.user_folder import folder
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+    from dreamshard_planner.checkpoints.choice import folder, resolve
 
     path = Path(source)
     if path.is_dir() and (path / ".metadata").exists():

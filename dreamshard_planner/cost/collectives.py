@@ -32,18 +32,15 @@ MAX_BYTES_PER_MS = 1e15
 OPERATIONS = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 """Measured collectives of outputs and gradients."""
 REVISION = 3
-"""Revision of the measured payloads. In 1, an all-reduce between n ranks had an n-th of the stated bytes, so its
-bandwidths were n times too high. Before 3, a bag of lookups counted as no more than its length on CPUs too."""
+"""Revision of the measured payloads: figures of others do not compare."""
 LOOKUPS = ("lookups", "bucketing")
-"""The exchange of lookups, and the sorting of row-wise lookups into blocks before it. Older checkpoints lack both."""
+"""The exchange of lookups, and the sorting of row-wise lookups into blocks before it."""
 SORTED_BAG = 0.2
 """Time to sort a bag in a block, over that of an id. TorchRec's processor time on a Xeon, 1 to 48 features, 1 to 100
 lookups, 2 and 4 blocks: 1.5 ns, and 8.2 to 9.6 ns."""
 CPU_BAG_BYTES = 8.0
 """Bytes that a bag counts for beside its length if CPUs exchange lookups, for ordering lengths and offsets with the
 ids. Best fit on a Xeon, ``benchmarks/results/collectives.md``."""
-OLD_BAG_BYTES = 84
-"""Bytes that a measured bag of ten ids counted for before revision 3."""
 LOOKUP_EXCHANGES = 3
 """One after the other: how many they are, lengths and ids. Weights are one more."""
 
@@ -121,25 +118,16 @@ def fits_of(measured: Any) -> dict[str, CollectiveFit]:
     for name in ("device", "name"):
         if not isinstance(measured["hardware"].get(name), str):
             raise ValueError(f"its hardware has no {name}")
-    # Before all-gathers were measured, they were taken for the reduce-scatters that they undo.
-    fits = {"all_gather": measured["fits"].get("reduce_scatter"), **measured["fits"]}
+    if (revision := measured.get("revision")) != REVISION:
+        raise ValueError(f"revision must be {REVISION}, got {revision!r:.50}: measure the collectives again")
+    fits = measured["fits"]
     known = (*OPERATIONS, *LOOKUPS) if fits.keys() & set(LOOKUPS) else OPERATIONS
-    missing = [operation for operation in known if not isinstance(fits.get(operation, ""), dict | None)]
-    if missing:
+    if missing := [operation for operation in known if not isinstance(fits.get(operation, ""), dict | None)]:
         raise ValueError(f"fits lack {', '.join(missing)}")
-    revision = measured.get("revision", 1)
-    if revision not in range(1, REVISION + 1):
-        raise ValueError(f"revision must be 1 to {REVISION}, got {revision!r:.50}: a newer version made it")
     try:
-        read = {operation: CollectiveFit(**fits[operation]) for operation in known if fits[operation] is not None}
+        return {operation: CollectiveFit(**fits[operation]) for operation in known if fits[operation] is not None}
     except TypeError as error:
         raise ValueError(f"a fit has other fields: {error}") from error
-    if revision < 2 and "all_reduce" in read:
-        read["all_reduce"] = read["all_reduce"].slowed(measured["world_size"])
-    if revision < 3 and "lookups" in read:
-        bag_more_bytes = bag_bytes(measured["hardware"]["device"])
-        read["lookups"] = read["lookups"].slowed(OLD_BAG_BYTES / (OLD_BAG_BYTES + bag_more_bytes))
-    return read
 
 
 def bag_bytes(device: str) -> float:

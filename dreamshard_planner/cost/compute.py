@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,8 +116,7 @@ LEAST_SCALE = 0.1
 """Smallest scale of a kernel cost, which knows what else there is than rows."""
 
 Corrections = Mapping[str, Sequence[Sequence[float]]]
-"""By optimizer: forward and backward, each a scale and milliseconds per unit of each :data:`EXTENT`; the last ones may
-be left out."""
+"""By optimizer: forward and backward, each a scale and milliseconds per unit of each :data:`EXTENT`."""
 
 
 class AdjustedCost(ComputeCost):
@@ -146,7 +144,7 @@ class AdjustedCost(ComputeCost):
         if learned:
             prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")
             self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
-        self._rates_O2N = torch.tensor(list(complete_corrections(corrections or {}).values()))
+        self._rates_O2N = torch.tensor([(corrections or {}).get(name, (UNCHANGED, UNCHANGED)) for name in OPTIMIZERS])
 
     def needed_by(self, features_SF: Tensor) -> ComputeCost:
         """The compute cost itself, if nothing is corrected of these shards' optimizers."""
@@ -182,28 +180,3 @@ class AdjustedCost(ComputeCost):
         if self._learned and self.source.kind == "roofline":
             return ()
         return self._compute.notes(features_SF, latent_XH[..., self._OWN :])
-
-
-def complete_corrections(corrections: Corrections) -> dict[str, list[list[float]]]:
-    """Corrections of every optimizer with all numbers."""
-    given = {name: corrections.get(name, (UNCHANGED, UNCHANGED)) for name in OPTIMIZERS}
-    return {name: [[*rates, *UNCHANGED[len(rates) :]] for rates in both] for name, both in given.items()}
-
-
-def check_corrections(given: Any) -> None:
-    """Check what a file has for corrections.
-
-    Raises:
-        ValueError: it holds none; names what is wrong.
-    """
-    if not isinstance(given, dict) or not given.keys() <= OPTIMIZERS.keys():
-        raise ValueError(f"its corrections must be of {', '.join(OPTIMIZERS)}")
-    least_N = torch.tensor([LEAST_SCALE, *UNCHANGED[1:]], dtype=torch.float64)
-    for name, rates in given.items():
-        try:
-            rates_2K = torch.tensor(rates, dtype=torch.float64)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"its corrections of {name} are no numbers") from error
-        known = rates_2K.ndim == 2 and len(rates_2K) == 2 and 3 <= rates_2K.shape[1] <= len(least_N)
-        if not known or not bool((rates_2K.isfinite() & (rates_2K >= least_N[: rates_2K.shape[1]])).all()):
-            raise ValueError(f"its corrections of {name} must be twice five finite numbers from {least_N.tolist()}")

@@ -27,7 +27,6 @@ from dreamshard_planner.cost.compute import (
     UNCHANGED,
     ComputeCost,
     Corrections,
-    complete_corrections,
 )
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import predict_ms
@@ -116,7 +115,8 @@ def choose_corrections(
     Returns:
         The corrections, and a check of every optimizer and direction that there are sets of.
     """
-    chosen, checks = complete_corrections(in_use), []
+    chosen = {name: [list(rates) for rates in in_use.get(name, (UNCHANGED, UNCHANGED))] for name in OPTIMIZERS}
+    checks = []
 
     def chance_of(gain_X: Tensor) -> float:
         """Mean gain of sets drawn at random that may be chance; of kernels of plans, the gain of a single one."""

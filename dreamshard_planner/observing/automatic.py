@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 
-from dreamshard_planner.checkpoints import user_folder
+from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.hooks import guarded
 from dreamshard_planner.observing.observation import rank_file
@@ -126,6 +126,6 @@ class AutomaticObservation:
 def _write(observer: Observer, rank: int) -> None:
     """Write a rank's record into the user's folder."""
     observation = observer.observation()
-    folder = user_folder.runs_folder(observation.hardware, observation.runs[0].world_size)
+    folder = choice.runs_folder(observation.hardware, observation.runs[0].world_size)
     folder.mkdir(parents=True, exist_ok=True)
     observation.save(rank_file(folder / f"{observer.id}.json", rank))

@@ -14,7 +14,7 @@ import torch
 from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.checkpoints.notes import checkpoint_notes
+from dreamshard_planner.checkpoints.choice import checkpoint_notes
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, Interconnect, fits_of
 from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost
 from dreamshard_planner.cost.problem import Cost

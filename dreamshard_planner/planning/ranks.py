@@ -16,7 +16,8 @@ from torchrec.distributed.planner.types import DeviceHardware, PlannerError, Sto
 from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner import driver
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.devices import GB, gpu_of, listed_like, make_topology, speed_of
 from dreamshard_planner.driver import Card
 from dreamshard_planner.errors import DreamShardError

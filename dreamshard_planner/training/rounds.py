@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, prior_policy
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import (

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import gpu
-from dreamshard_planner.checkpoints.checkpoint import resolve, shipped
+from dreamshard_planner.checkpoints.choice import resolve, shipped
 
 
 def test_scripts_know_all_options_that_the_commands_give(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint, resolve
-from dreamshard_planner.checkpoints.notes import checkpoint_notes
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve
 from dreamshard_planner.cli import app, costs, diagnosis
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.compute import OPTIMIZERS

@@ -20,7 +20,7 @@ import typer
 from typer.testing import CliRunner
 
 from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED
+from dreamshard_planner.checkpoints.choice import SHIPPED
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.app import Panel
 from dreamshard_planner.cli.options import COST_SOURCES as NAMED_COSTS

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from common.whole_tables import problem_of
-from dreamshard_planner import Checkpoint, CheckpointError
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED
-from dreamshard_planner.cost.compute import OPTIMIZERS, AdjustedCost, Corrections, check_corrections
+from dreamshard_planner import Checkpoint
+from dreamshard_planner.checkpoints.choice import SHIPPED
+from dreamshard_planner.cost.compute import OPTIMIZERS, AdjustedCost, Corrections
 from dreamshard_planner.cost.correction import StageCheck, check_costs, choose_corrections
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import predict_ms
@@ -184,7 +183,7 @@ def test_the_shipped_network_corrects_adagrad_and_costs_nothing_elsewhere() -> N
     assert learned.needed_by(sets["sgd"].features_SF) is learned  # whose source says so
 
 
-def test_checkpoints_keep_corrections_and_refuse_what_are_none(tmp_path: Path) -> None:
+def test_checkpoints_keep_corrections(tmp_path: Path) -> None:
     shipped, path = Checkpoint.load(SHIPPED / "cpu.safetensors"), tmp_path / "x.safetensors"
     replace(shipped, metadata={**shipped.metadata, "corrections": OTHER_CPU}).save(path)
     made = Checkpoint.load(path)
@@ -193,16 +192,3 @@ def test_checkpoints_keep_corrections_and_refuse_what_are_none(tmp_path: Path) -
     assert bare.compute_cost(None) is shipped.cost and made.digest() != shipped.digest()
     ordinary = LabelledSets.of([[group[0]] for group in drawn(1, 1)], torch.ones(3, 2))
     assert not torch.equal(predict_ms(made.compute_cost(None), ordinary), predict_ms(shipped.cost, ordinary))
-    before = {name: [rates[:3] for rates in both] for name, both in OTHER_CPU.items()}  # without what lookups take
-    replace(shipped, metadata={**shipped.metadata, "corrections": before}).save(path)
-    older = predict_ms(Checkpoint.load(path).compute_cost(None), ordinary)
-    assert torch.equal(older, predict_ms(made.compute_cost(None), ordinary))
-    row = [1.0, 0.0, 0.0, 0.0, 0.0]
-    for wrong in ([], {"adam": [row, row]}, {"sgd": [row]}, {"sgd": [row, [1.0, -1.0, 0.0, 0.0]]},
-                  {"sgd": [row, [0.0] * 4]}, {"sgd": [row[:2], row[:2]]}, {"sgd": [row, [1.0, float("inf"), 0.0, 0.0]]},
-                  {"sgd": "x"}, {"sgd": None}):  # fmt: skip
-        with pytest.raises((TypeError, ValueError)):
-            check_corrections(wrong)
-        replace(shipped, metadata={**shipped.metadata, "corrections": json.loads(json.dumps(wrong))}).save(path)
-        with pytest.raises(CheckpointError, match="x.safetensors: its corrections"):
-            Checkpoint.load(path)

@@ -72,7 +72,7 @@ COMPUTE = {
     "network": CostNetwork(CostNetworkConfig(members=2, table_hidden=8, head_hidden=8)),
     "paper": PaperCostNetwork(PaperCostConfig()),
     "linear": LinearCost(torch.ones(len(WORK), 2).double() * 1e-6, torch.ones(2).double(), "by hand"),
-    "adjusted": AdjustedCost(ROOFLINE, {"sgd": [[2.0, 1e-6], [1.0, 0.0, 1e-6]]}),
+    "adjusted": AdjustedCost(ROOFLINE, {"sgd": [[2.0, 1e-6, 0, 0, 0], [1.0, 0, 1e-6, 0, 0]]}),
 }
 
 
@@ -97,7 +97,10 @@ def test_every_compute_cost_keeps_the_contract(name: str) -> None:
 
 
 def test_milliseconds_beside_a_kernel_add_up_and_are_not_corrected() -> None:
-    adjusted, features_PF = AdjustedCost(ROOFLINE, {"sgd": [[2.0], [2.0]]}), make_cost(3, 1).problem.features_PF
+    adjusted, features_PF = (
+        AdjustedCost(ROOFLINE, {"sgd": [[2.0, 0, 0, 0, 0]] * 2}),
+        make_cost(3, 1).problem.features_PF,
+    )
     latent_PH = adjusted.encode(features_PF).double()
     latent_PH[:, adjusted.EXTRA_MS] = 3.0
     latent_PH[2] = 0.0  # a part that comes with its price has no kernel

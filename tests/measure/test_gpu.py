@@ -13,7 +13,8 @@ import torch
 from torchrec.distributed.planner.types import Topology
 
 from common.measured_costs import SetClock
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.collect import REFERENCE_SETS, collect
 from dreamshard_planner.measure.hardware import describe_hardware

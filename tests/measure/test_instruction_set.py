@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from dreamshard_planner import Checkpoint, DreamShardError
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED
-from dreamshard_planner.checkpoints.notes import checkpoint_notes
+from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import torch_library

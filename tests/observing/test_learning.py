@@ -11,8 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve
-from dreamshard_planner.checkpoints.user_folder import new_file
+from dreamshard_planner.checkpoints.choice import SHIPPED, new_file, resolve
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.diagnosis import diagnose
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVISION, CollectiveFit, CollectiveModel

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dreamshard_planner import Observation, TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cli import app
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.comparison import compare

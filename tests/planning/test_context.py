@@ -16,7 +16,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader, PlannerError, ShardingOption
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.support.fingerprint import canonical
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 

@@ -18,7 +18,7 @@ from torch import nn
 from torchrec.distributed.planner.proposers import GreedyProposer
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import prior_policy
+from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.baseline import torchrec_plan

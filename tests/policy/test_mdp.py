@@ -13,7 +13,7 @@ from placement_tasks import make_cost
 from sharding_tasks import RANKS, sharding_cost
 
 from common.whole_tables import rolled_out as rolled_out_whole
-from dreamshard_planner.checkpoints.checkpoint import prior_policy
+from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.policy.mdp import TYPES, WHOLE_TYPES, EstimatedMDP, ShardingTask, Sweep
 from dreamshard_planner.policy.network import (

@@ -32,7 +32,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dreamshard_planner.checkpoints.checkpoint import resolve_for
+from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import PlanningConstraints

@@ -13,7 +13,8 @@ from torchrec.distributed.planner.types import Topology
 
 import collectives_prior
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.collectives import NCCL, OPERATIONS, CollectiveFit, CollectiveModel
 from dreamshard_planner.planning.cost_sources import links_of
 

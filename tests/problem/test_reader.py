@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm.job import EveryTypeSharder
 from dreamshard_planner import TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.parts import ReadProblem

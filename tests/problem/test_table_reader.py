@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.reader import OptionReader

@@ -23,7 +23,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingType
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.plan_file import SavedPlan

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from common.linear_cost import LinearCost
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, prior_policy, resolve
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import prior_policy, resolve
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetworkConfig, FitConfig, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.measure.sets import BATCH_SIZES

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError, driver
-from dreamshard_planner.checkpoints import user_folder
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints import choice
+from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
 from dreamshard_planner.cli import app
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.devices import UNKNOWN_CARD
@@ -133,26 +133,38 @@ def test_a_folder_that_cannot_be_read_is_told_and_one_that_cannot_be_made_is_an_
     monkeypatch.setenv("DREAMSHARD_HOME", str(file))
     assert f"{file}/checkpoints, for your own, cannot be read (Not a directory)" in resolve("auto", "cpu").why
     with pytest.raises(FileError, match="cannot be made: Not a directory; set DREAMSHARD_HOME"):
-        user_folder.new_file(describe_hardware("cpu", 1))
+        choice.new_file(describe_hardware("cpu", 1))
 
 
-def test_files_are_named_by_hardware_and_matched_by_what_they_say(folder: Path) -> None:
+def test_files_are_named_by_hardware(folder: Path) -> None:
     epyc = {"device": "cpu", "name": "AMD EPYC (family 25 model 17)", "threads": 1}
     h100 = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "threads": 1}
-    assert user_folder.new_file(epyc).name == "cpu-amd-epyc-family-25-model-17-1-threads.safetensors"
-    assert user_folder.new_file(h100, "calibrated").name == "cuda-nvidia-h100-80gb-hbm3-calibrated.safetensors"
+    assert choice.new_file(epyc).name == "cpu-amd-epyc-family-25-model-17-1-threads.safetensors"
+    assert choice.new_file(h100, "calibrated").name == "cuda-nvidia-h100-80gb-hbm3-calibrated.safetensors"
     with pytest.raises(FileError, match="hardware that is not told"):
-        user_folder.new_file({"device": "cpu"})
-    (folder / "x").write_text("")
-    described = {folder / "x": {"hardware": h100}}
-    assert user_folder.nearest(described, "NVIDIA H100 80GB HBM3", 8) == folder / "x"
-    assert user_folder.nearest(described, "NVIDIA H200", 8) is user_folder.nearest(described, None, 8) is None
+        choice.new_file({"device": "cpu"})
 
 
 def test_without_the_variable_it_is_in_the_users_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DREAMSHARD_HOME", "~/mine")
-    assert user_folder.folder() == tmp_path / "mine" / "checkpoints"
+    assert choice.folder() == tmp_path / "mine" / "checkpoints"
     monkeypatch.delenv("DREAMSHARD_HOME")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert user_folder.folder() == tmp_path / "dreamshard_planner" / "checkpoints" and user_folder.files() == []
+    assert choice.folder() == tmp_path / "dreamshard_planner" / "checkpoints" and choice.files() == []
+
+
+def test_what_ships() -> None:
+    measured, roofline = resolve("auto", "cpu"), resolve("auto", "cuda")
+    assert measured.cost is not None and measured.metadata["hardware"]["device"] == "cpu"
+    assert roofline.cost is None and "roofline" in roofline.name
+    for checkpoint in (measured, roofline):
+        assert (SHIPPED / checkpoint.name).stat().st_size < 2**20
+
+
+def test_a_card_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    for name in ("nvidia-h200", "roofline"):
+        keep(tmp_path / f"{name}.safetensors")
+    assert shipped(tmp_path, "cuda", "NVIDIA H200").name == "nvidia-h200.safetensors"
+    for card in ("NVIDIA A100-SXM4-80GB", None):
+        assert shipped(tmp_path, "cuda", card).name == "roofline.safetensors"

@@ -1,0 +1,285 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The checkpoint to plan with: the user's own before those that ship, and notes on the origin of its costs.
+
+The user's own are in ``DREAMSHARD_HOME/checkpoints`` if that variable is set, else in ``checkpoints`` in the user's
+data folder for this package (``~/.local/share/dreamshard_planner`` on Linux). A file's metadata, not its name, tell its
+hardware.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+import torch
+
+from dreamshard_planner import driver
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.devices import card_of
+from dreamshard_planner.errors import CheckpointError, FileError
+from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware, reference_kernels
+from dreamshard_planner.support.files import brief
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner.types import Topology
+
+    from dreamshard_planner.policy.network import Policy
+
+SHIPPED = Path(__file__).parent
+VARIABLE = "DREAMSHARD_HOME"
+FEW_SETS = 1_000
+"""Fewest sets to fit a network from nothing: 1,680 leave errors of 5 to 7 %. Starting from another processor's, 300
+suffice."""
+FEW_TASKS = 20
+"""Fewest validation tasks of a real training; ``--quick`` has four."""
+
+
+def resolve(
+    checkpoint: str | Path | Checkpoint,
+    compute_device: str,
+    threads: int | None = None,
+    card: str | None = None,
+) -> Checkpoint:
+    """Return the checkpoint to plan with.
+
+    ``"auto"`` takes the user's own measured on the processor or card that is planned for. Else it takes the one that
+    ships for that card or for CPUs; without any, the roofline model.
+
+    Args:
+        checkpoint: a :class:`Checkpoint`, a path, ``"roofline"`` or ``"auto"``.
+        compute_device: ``cpu`` or ``cuda``.
+        threads: of a rank, to choose among the user's own. Default: this process's.
+        card: the driver's name of the GPU, or the processor's name. Default: the one that this process sees.
+
+    Raises:
+        CheckpointError: the file cannot be read; for ``"auto"``, any of the user's own cannot, since plans would use
+            other costs than the user measured.
+    """
+    if checkpoint == "auto":
+        return _auto(compute_device, threads or torch.get_num_threads(), card)
+    if checkpoint == "roofline":
+        return shipped(SHIPPED, "roofline")
+    return checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.load(checkpoint)
+
+
+def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint) -> Checkpoint:
+    """Return the checkpoint for the devices of a topology; see :func:`resolve`."""
+    return resolve(checkpoint, topology.compute_device, card=card_of(topology))
+
+
+def prior_policy() -> Policy:
+    """Return the policy that ships: trained on costs by bandwidths, and the start of every other training."""
+    return shipped(SHIPPED, "roofline").policy
+
+
+def _auto(compute_device: str, threads: int, card: str | None) -> Checkpoint:
+    """Return one of the user's own, else the one that ships."""
+    try:
+        own = {path: Checkpoint.load(path) for path in files()}
+    except OSError as error:  # such as another user's home, in which this one cannot have kept anything
+        unread = f"{folder()}, for your own, cannot be read ({error.strerror})"
+        return _shipped_because(unread, compute_device, card)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; checkpoint='auto' looks at all that you keep there: remove the file, or name a checkpoint"
+        ) from error
+    hardware = {path: one.metadata.get("hardware", {}) for path, one in own.items()}
+    alike = {path: of for path, of in hardware.items() if of.get("device") == compute_device}
+    if not alike:
+        return _shipped_because("", compute_device, card)
+    here = card or hardware_here(compute_device)  # may ask for the card, which starts CUDA
+
+    def fit(path: Path) -> tuple[float, int, str]:
+        """Of several files the nearest in threads, which count on CPUs, then the newest."""
+        measured = alike[path].get("threads", 1) if compute_device == "cpu" else threads
+        return -abs(math.log(measured / threads)), path.stat().st_mtime_ns, path.name
+
+    best = max((path for path, of in alike.items() if here and of.get("name") == here), key=fit, default=None)
+    if best is None:
+        absent = f"none of your own in {folder()} was measured on {here or 'a card that is here'}"
+        return _shipped_because(absent, compute_device, card)
+    why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here}"
+    return replace(own[best], why=why)
+
+
+def _shipped_because(reason: str, compute_device: str, card: str | None) -> Checkpoint:
+    """Return the checkpoint that ships for a card, by default the one that this process sees."""
+    if card is None and compute_device == "cuda":
+        card = hardware_here("cuda")
+    made = shipped(SHIPPED, compute_device, card)
+    return replace(made, why=f"{made.name} ships: {reason}") if reason else made
+
+
+def measured_name(compute_device: str, card: str) -> str:
+    """Return the file name of a device's measured checkpoint: ``cpu``, or the card's name."""
+    return "cpu" if compute_device == "cpu" else _slug(card)
+
+
+@cache
+def shipped(folder: Path, compute_device: str, card: str | None = None) -> Checkpoint:
+    """Return the checkpoint in ``folder`` for a device, such as ``nvidia-h200.safetensors``, else ``roofline``."""
+    measured = folder / f"{measured_name(compute_device, card) if card else compute_device}.safetensors"
+    return Checkpoint.load(measured if measured.is_file() else folder / "roofline.safetensors")
+
+
+def hardware_here(device: str) -> str | None:
+    """Return the name of this machine's processor (``cpu``) or card (``cuda``), if there is one."""
+    if device == "cuda":
+        found = driver.read_card()
+        return None if found is None else found.name
+    return str(describe_hardware(device, 1)["name"])
+
+
+def home() -> Path:
+    """Return the user's folder for this package, which may be missing."""
+    given = os.path.expanduser(os.environ.get(VARIABLE, ""))
+    return Path(given or platformdirs.user_data_path("dreamshard_planner", appauthor=False))
+
+
+def folder() -> Path:
+    """Return the folder of the user's own checkpoints, which may be missing."""
+    return home() / "checkpoints"
+
+
+def runs_folder(hardware: Mapping[str, Any], ranks: int) -> Path:
+    """Return the folder of trainings observed on some hardware by as many ranks, which may be missing.
+
+    Args:
+        hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` returns it.
+        ranks: of a training.
+    """
+    return home() / "runs" / _slug(f"{observed_name(hardware)} {ranks} ranks")
+
+
+def observed_name(hardware: Mapping[str, Any]) -> str:
+    """Return a name of hardware and libraries on which observed costs hold."""
+    threads = f"{hardware.get('threads', 1)} threads" if hardware["device"] == "cpu" else ""
+    releases = [f"{name} {_release(hardware.get(name))}" for name in ("torch", "fbgemm")]
+    return _slug(" ".join([str(hardware["device"]), str(hardware["name"]), threads, *releases]))
+
+
+def files() -> list[Path]:
+    """Return the user's own checkpoints in order of names; raises OSError if the folder cannot be read."""
+    try:
+        names = sorted(os.listdir(folder()))
+    except FileNotFoundError:
+        return []
+    return [folder() / name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
+
+
+def _slug(text: str) -> str:
+    """Return a text for file names: lower case, with dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def new_file(hardware: Mapping[str, Any], how: str = "") -> Path:
+    """Return the path for a checkpoint measured on some hardware, and make the folder.
+
+    Args:
+        hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` returns it.
+        how: ``calibrated`` or ``learned`` for a corrected checkpoint, which must not replace its origin.
+
+    Raises:
+        FileError: the folder cannot be made; or device or name are missing.
+    """
+    device, name = hardware.get("device"), hardware.get("name")
+    if not (device and name):
+        raise FileError(
+            f"no name for a checkpoint of hardware that is not told ({brief(dict(hardware))}): say where to"
+        )
+    parts = [device, name, f"{hardware.get('threads', 1)} threads" if device == "cpu" else "", how]
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(
+            f"{folder()}: the folder of your checkpoints cannot be made: {error.strerror}; set {VARIABLE}"
+        ) from error
+    return folder() / f"{_slug(' '.join(parts))}.safetensors"
+
+
+def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> tuple[str, ...]:
+    """Return notes on a plan for a topology with a checkpoint; ``uses_network`` if its costs were used, not only its
+    policy."""
+    metadata, notes = checkpoint.metadata, [checkpoint.why] if checkpoint.why else []
+    tasks = metadata.get("validation", {}).get("tasks")
+    if tasks is not None and tasks < FEW_TASKS:
+        notes.append(f"{checkpoint.name} was made with --quick, to try the flow: its policy is of no use for planning")
+    if topology.compute_device == "cpu" and (slow := reference_kernels()):
+        notes.append(slow)
+    if uses_network and (checkpoint.cost is not None or "learned" in metadata):
+        sets = metadata.get("dataset", {}).get("sets")
+        if sets is not None and sets < FEW_SETS and not metadata.get("started_from"):
+            notes.append(
+                f"the cost network of {checkpoint.name} was fitted to {sets:,} measured sets, too few to rely on "
+                f"(fewer than {FEW_SETS:,})"
+            )
+        notes.append(_from_where(checkpoint, topology.compute_device))
+        notes += _other_libraries(metadata, topology.compute_device)
+        notes += _exchanged_elsewhere(metadata) if topology.world_size > 1 else []
+    return tuple(notes)
+
+
+def _from_where(checkpoint: Checkpoint, compute_device: str) -> str:
+    """Return the note on hardware and checks."""
+    measured, calibration = (checkpoint.metadata.get(section, {}) for section in ("hardware", "calibration"))
+    device, name = measured.get("device"), measured.get("name")
+    if device is not None and device != compute_device:
+        return (
+            f"these costs were measured on {device} ({name}) and say little of {compute_device}, which the plan is for"
+        )
+    here = describe_hardware("cpu", 1)["name"] if device == "cpu" else name
+    if name not in (None, here):
+        return (
+            f"these costs were measured on {name}, and this machine is {here}; if it is to train, dreamshard calibrate "
+            "fits them to it"
+        )
+    if learned := checkpoint.metadata.get("learned"):
+        return f"costs were {learned['said']}"
+    if "checked" in calibration:
+        return f"costs were checked on {name} with {calibration['checked']}"
+    return "costs were not yet checked on the machine that trains; dreamshard doctor --measure does so there in seconds"
+
+
+def _other_libraries(metadata: Mapping[str, Any], compute_device: str) -> list[str]:
+    """Return a note if kernels were measured with other releases or instructions than this process has."""
+    measured = metadata.get("hardware", {})
+    if measured.get("device") != compute_device:
+        return []
+    here = describe_hardware("cpu", 1)
+    fields = ["torch", "fbgemm"]
+    if compute_device == "cpu" and here.get("instruction_set") != REFERENCE:  # which has a note of its own
+        fields.append("instruction_set")
+    differing = [
+        name
+        for name in fields
+        if {name} <= measured.keys() & here.keys() and _release(measured[name]) != _release(here[name])
+    ]
+    if not differing:
+        return []
+    there, this = (", ".join(f"{name.replace('_', ' ')} {of[name]}" for name in differing) for of in (measured, here))
+    return [f"costs were measured with {there}; this environment has {this}"]
+
+
+def _release(version: object) -> str:
+    """Return major and minor of a version; other text unchanged."""
+    return ".".join(str(version).split(".")[:2])
+
+
+def _exchanged_elsewhere(metadata: Mapping[str, Any]) -> list[str]:
+    """Return a note if exchanges were measured on other hardware than kernels."""
+    kernels, exchanges = (
+        (part or {}).get("hardware", {}).get("name") for part in (metadata, metadata.get("collectives"))
+    )
+    if None in (kernels, exchanges) or kernels == exchanges:
+        return []
+    return [
+        f"exchanges were measured on {exchanges}, and kernels on {kernels}; "
+        "python -m dreamshard_planner.measure.collectives measures those between ranks here"
+    ]
