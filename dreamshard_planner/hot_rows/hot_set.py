@@ -96,7 +96,11 @@ def replicate_hot_rows(plan: ShardingPlan, ids: Mapping[str, Tensor]) -> Shardin
 def _with_hot_rows(name: str, sharding: ParameterSharding, ids: Tensor) -> HotRowsSharding:
     if sharding.sharding_type != ShardingType.ROW_WISE.value:
         raise PlanError(f"hot rows need a row_wise table, but table {name!r} is {sharding.sharding_type}.")
-    shards = getattr(sharding.sharding_spec, "shards", [])
-    rows = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)
     given = {each.name: getattr(sharding, each.name) for each in fields(ParameterSharding)}
-    return HotRowsSharding(**given, hot_rows=HotRows(ids, rows))
+    return HotRowsSharding(**given, hot_rows=HotRows(ids, rows_of(sharding)))
+
+
+def rows_of(sharding: ParameterSharding) -> int:
+    """Return the rows of a sharded table; 0 if the plan does not tell its shards."""
+    shards = getattr(sharding.sharding_spec, "shards", [])
+    return max((shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards), default=0)
