@@ -144,6 +144,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         least_gain: float | None = None,
         hot_rows_bytes: int = 0,
     ) -> None:
+        if not isinstance(topology, Topology | None):
+            hint = f": give a batch size by name, batch_size={topology}" if isinstance(topology, int) else ""
+            raise TypeError(f"topology must be a torchrec.distributed.planner.Topology, got {topology!r}{hint}")
         constraints = given_constraints(constraints)
         self._settings = PlannerSettings(
             given_batch_size=batch_size,

@@ -116,7 +116,8 @@ class Checkpoint:
                     make = partial(CostNetwork, prior=prior)
                     cost = _network_of(path, "cost", make, CostNetworkConfig, description["cost"], file)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not a safetensors file, or a damaged one ({brief(error)})") from error
+            hint = "" if path.suffix == ".safetensors" else "; cost checkpoints are .safetensors files"
+            raise CheckpointError(f"{path}: not a safetensors file, or a damaged one ({brief(error)}){hint}") from error
         _check_sense(path, policy, cost)
         metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
         policy.requires_grad_(False)

@@ -165,7 +165,8 @@ def _own_checkpoints() -> Finding:
 
 def _checkpoint(device: str) -> Finding:
     """What ``checkpoint="auto"`` would take there, and why."""
-    from dreamshard_planner.checkpoints.choice import checkpoint_notes, resolve
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+    from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve
     from dreamshard_planner.devices import Machine
     from dreamshard_planner.errors import CheckpointError
 
@@ -176,9 +177,11 @@ def _checkpoint(device: str) -> Finding:
         return Finding(subject, str(error), "missing")
     learned = checkpoint.metadata.get("learned")
     if checkpoint.cost is None and not learned:
-        how = f"nothing was measured on such a device: on one, dreamshard train --device {device}"
-        advice = "; ".join(filter(None, (checkpoint.why, how)))
-        return Finding(subject, f"{checkpoint.name}: bandwidths, and a policy trained on them", "note", advice)
+        how = f"on such a device, dreamshard train --device {device} measures"
+        measured = [Checkpoint.load(path).measured_on for path in sorted(SHIPPED.glob("nvidia-*.safetensors"))]
+        named = f"plans for {', '.join(measured)} take networks measured there" if device == "cuda" else ""
+        advice = "; ".join(filter(None, (checkpoint.why, named, how)))
+        return Finding(subject, f"{checkpoint.name}: bandwidths, for cards without a network", "note", advice)
     notes = checkpoint_notes(checkpoint, Machine(ranks_per_host=1, device=device).topology())
     found = f"{checkpoint.name}: network, measured on {checkpoint.metadata.get('hardware_name', '?')}"
     if learned and checkpoint.cost is None:

@@ -196,7 +196,8 @@ def read_table_list(path: str | Path) -> list[TableSpec]:
         return [TableSpec.of_table(table) for table in load_tables(path)]
     if schema != SCHEMA:
         raise TaskError(
-            f'{path}: no list of tables: it must be an object with "schema": "{SCHEMA}" (dreamshard info tells more)'
+            f'{path}: no list of tables: it must be an object {{"schema": "{SCHEMA}", "tables": [...]}}, got '
+            f"{'a bare list: put it under tables' if isinstance(document, list) else brief(document)}"
         )
     content = parsed(_TableList, document, path, TaskError)
     general = {entry.name for entry in fields(ListedTable)} - {"name", "feature_names"}

@@ -232,6 +232,7 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
             "network",
         ),
         (("plan", *SMALL, "--costs", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
+        (("plan", *SMALL, "--costs", __file__), "cost checkpoints are .safetensors files"),
         (
             ("plan", *SMALL, "--together", "user_id,brnd"),
             "'brnd', which the model does not have (did you mean 'brand'?)",
@@ -347,6 +348,7 @@ def test_doctor_names_the_checkpoint_and_what_cuda_lacks() -> None:
     assert "cpu.safetensors" in found["costs on cpu"]["found"]
     if not torch.cuda.is_available():
         assert found["CUDA"]["verdict"] == "note" and "roofline" in found["costs on cuda"]["found"]
+        assert "plans for NVIDIA H100 80GB HBM3, 1 thread(s) take" in found["costs on cuda"]["advice"]
 
 
 def test_doctor_says_what_to_install_and_fails_where_nothing_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:

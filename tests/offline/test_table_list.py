@@ -132,7 +132,7 @@ def test_one_mistake_is_named_with_its_place(tmp_path: Path, entry: Any, mistake
     [
         ('{"schema": "dreamshard_planner.table_list/1",\n "tables": [}', "line 2 column 13"),
         ('{"tables": []}', "no list of tables"),
-        ("[]", "no list of tables"),
+        ("[]", 'it must be an object .*"schema": .*got a bare list: put it under tables'),
         ('{"schema": "dreamshard_planner.table_list/1", "tables": []}', "tables: .*at least 1 item"),
         ('{"schema": "dreamshard_planner.table_list/1", "table": []}', "unknown key 'table' .did you mean 'tables'"),
         ('{"schema": "dreamshard_planner.table_list/1", "tables": 1, "tables": 2}', "the key 'tables' twice"),

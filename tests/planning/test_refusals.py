@@ -90,6 +90,7 @@ def test_statistics_of_no_feature_are_an_error() -> None:
         ("cost_source", "guess", "cost_source must be one of auto, roofline, torchrec, got 'guess'"),
         ("effort", "fast", "effort must be one of quick, default, thorough, got 'fast'"),
         ("checkpoint", "gone.safetensors", "gone.safetensors"),
+        ("topology", 512, "topology must be .*Topology, got 512: give a batch size by name, batch_size=512"),
         ("statistics", {"t0_f0": 1.0}, "TableStatistics, got dict"),
         *(("batch_size", size, f"batch_size.*{size}") for size in (0, -1, 1.5, True)),
         *(("least_gain", share, f"least_gain.*{share}") for share in (-0.1, 1.0, 3)),
@@ -97,7 +98,7 @@ def test_statistics_of_no_feature_are_an_error() -> None:
 )  # fmt: skip
 def test_wrong_arguments_are_errors(name: str, value: object, told: str) -> None:
     with pytest.raises((ValueError, TypeError, CheckpointError), match=told):
-        DreamShardPlanner(topology=topology(), **{name: value})
+        DreamShardPlanner(**{"topology": topology(), name: value})
 
 
 def test_calls_without_a_process_group_or_a_plan_are_errors() -> None:
