@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ ALONE = {
     "calibrate": ("2", "my.safetensors"),
     "parquet_statistics": (),
     "plan_offline": ("plan.json",),
+    "planning_api": (),
+    "torchrec_planner": (),
     "train_policy": (),
 }
 """Arguments of those that one process runs."""
@@ -93,6 +96,12 @@ def _planned(told: str) -> None:
     assert len(saved["inputs"]["tables"]) == 30 and saved["inputs"]["topology"]["world_size"] == 16
 
 
+def _compared(told: str) -> None:
+    costs = {line[:30].strip(): float(line[30:].split()[0]) for line in told.splitlines() if "predicted" in line}
+    assert list(costs) == ["TorchRec", "TorchRec with our partitioner", "DreamShardPlanner"]
+    assert costs["DreamShardPlanner"] <= costs["TorchRec with our partitioner"] <= costs["TorchRec"]
+
+
 def _learned(told: str) -> None:
     assert re.match(r"cost network: \d+% forward and \d+% backward off", told)
     best, one = (
@@ -103,9 +112,18 @@ def _learned(told: str) -> None:
     assert all(ms <= other for ms, other in zip(best, one, strict=True))
 
 
+def _dry_run(told: str) -> None:
+    has_api = find_spec("torchrec.distributed.planner.dry_run") is not None
+    fits = re.findall(r"^(a100-80|h100|b200): [\d.]+ GiB on the fullest rank$", told, re.MULTILINE)
+    assert len(fits) == (3 if has_api else 0)
+    assert has_api or told == "This TorchRec has no planning API. Install torchrec 1.9 or later.\n"
+
+
 TELLS = {
     "calibrate": _calibrated,
     "parquet_statistics": _counted,
     "plan_offline": _planned,
+    "planning_api": _dry_run,
+    "torchrec_planner": _compared,
     "train_policy": _learned,
 }

@@ -20,7 +20,7 @@ from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
-from dreamshard_planner.search.effort import NO_DEADLINE, Deadline, SearchConfig
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadline, SearchConfig
 from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search.starts import OptionTotals
@@ -41,7 +41,7 @@ WHOLE = "whole_tables"
 class SearchSettings:
     """Bounds and seed of the searches for one plan."""
 
-    config: SearchConfig
+    config: SearchConfig = DEFAULT_SEARCH
     seed: int = 0
     deadline: Deadline = NO_DEADLINE
     """End of all searches together, on top of their counts of candidates."""

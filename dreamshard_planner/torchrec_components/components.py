@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torchrec.distributed.planner.types import (
     Enumerator,
+    ParameterConstraints,
     Partitioner,
     Perf,
     PerfModel,
@@ -19,12 +21,16 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
+from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import Deadline, portion
 from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.options import set_perf
 from dreamshard_planner.support.torch_state import neutral, single_thread
+from dreamshard_planner.workload.statistics import TableStatistics
 
 TIE_WEIGHT = 1e-6
 """Weight of the compute of all ranks, which decides between plans with equally slow bottlenecks. TorchRec keeps the
@@ -35,8 +41,32 @@ LEAST_PROPOSALS = 20
 """Proposals of each of TorchRec's proposers for models with many tables."""
 
 
+@neutral()
+def rater(
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    *,
+    statistics: TableStatistics | None = None,
+    checkpoint: str | Path | Checkpoint = "auto",
+) -> PlanRater:
+    """Return what rates options, for a component that is used without a ``DreamShardPlanner``.
+
+    Args:
+        topology: the ranks.
+        constraints: per table, for ``num_poolings``, ``batch_sizes`` and ``is_weighted``.
+        statistics: per feature; they take precedence over the constraints' pooling factors.
+        checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = resolve_for(topology, checkpoint)
+    return PlanRater(topology, OptionReader(constraints, statistics), checkpoint)
+
+
 class DreamShardEstimator(ShardEstimator):
-    """Sets ``shard.perf`` to the milliseconds of each shard alone on its rank."""
+    """Sets ``shard.perf`` to the milliseconds of each shard alone on its rank.
+
+    Usable alone: ``EmbeddingEnumerator(topology, estimator=DreamShardEstimator(rater(topology)))``.
+    """
 
     def __init__(self, context: PlanRater) -> None:
         self._context = context
@@ -71,7 +101,10 @@ class DreamShardEstimator(ShardEstimator):
 
 
 class DreamShardPerfModel(PerfModel):
-    """Rates plans by ``max over ranks of (forward + backward) + collectives``, in milliseconds."""
+    """Rates plans by ``max over ranks of (forward + backward) + collectives``, in milliseconds.
+
+    Usable alone: ``EmbeddingShardingPlanner(performance_model=DreamShardPerfModel(rater(topology)))``.
+    """
 
     def __init__(self, context: PlanRater) -> None:
         self._context = context
@@ -156,8 +189,10 @@ class FewProposals(Proposer):
 class DreamShardPartitioner(Partitioner):
     """Keeps a proposal's ranks if they fit, and searches for ranks of other proposals.
 
+    Usable alone: ``EmbeddingShardingPlanner(partitioner=DreamShardPartitioner())``.
+
     Args:
-        context: reads and rates options.
+        context: reads and rates options; :func:`rater` of the constraint's topology by default.
         settings: bounds and seed of the search for each proposal.
         seconds: cap on each search, on top of its counts of candidates; None for no cap.
         quickly: whether a short search is enough, to compare many proposals.
@@ -166,8 +201,15 @@ class DreamShardPartitioner(Partitioner):
         placed: the last placed proposal.
     """
 
-    def __init__(self, context: PlanRater, settings: SearchSettings, seconds: float | None, quickly: bool) -> None:
-        self._context, self._settings, self._seconds = context, settings, seconds
+    def __init__(
+        self,
+        context: PlanRater | None = None,
+        settings: SearchSettings | None = None,
+        seconds: float | None = None,
+        quickly: bool = False,
+    ) -> None:
+        self._context, self._seconds = context, seconds
+        self._settings = settings or SearchSettings()
         self.quickly = quickly
         self.placed: RatedPlan | None = None
 
@@ -178,9 +220,10 @@ class DreamShardPartitioner(Partitioner):
         Raises:
             PlannerError: the tables do not fit; names table and missing bytes.
         """
+        context = self._context or rater(storage_constraint)
         with single_thread():
             settings = replace(self._settings, deadline=Deadline(self._seconds))
-            placed = place_proposal(self._context, proposal, storage_constraint, settings, quickly=self.quickly)
+            placed = place_proposal(context, proposal, storage_constraint, settings, quickly=self.quickly)
         placed.read.assign(placed.sharding)
         self.placed = placed
         return proposal

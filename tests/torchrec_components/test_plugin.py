@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from small_models import SHARDERS, collection, planner, ranks_of, small_model, table, topology
+from small_models import SHARDERS, TABLE_WISE, collection, planner, ranks_of, small_model, table, topology
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -30,6 +30,23 @@ from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatis
 from dreamshard_planner.torchrec_components import components
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.mark.parametrize("seam", ["partitioner", "estimator", "perf_model"])
+def test_each_component_works_alone(seam: str) -> None:
+    two = topology()
+    constraints = {f"t{i}": ParameterConstraints(**TABLE_WISE) for i in range(6)}
+    context = components.rater(two, constraints)
+    estimators = [components.DreamShardEstimator(context), EmbeddingStorageEstimator(two)]
+    arguments = {
+        "partitioner": {"partitioner": components.DreamShardPartitioner()},
+        "perf_model": {"performance_model": components.DreamShardPerfModel(context)},
+        "estimator": {"enumerator": EmbeddingEnumerator(two, 64, constraints, estimator=estimators)},
+    }[seam]
+    theirs = EmbeddingShardingPlanner(
+        topology=two, batch_size=64, constraints=constraints, stats=[], debug=False, **arguments
+    )
+    assert len(ranks_of(theirs.plan(small_model(), SHARDERS))) == 6
 
 
 class OnTheLastRank(Partitioner):
