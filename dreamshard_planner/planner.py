@@ -458,7 +458,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             DreamShardError: there is no plan yet on this rank.
-            PlannerError: TorchRec could not run ``current``, or it has embedding towers.
+            PlannerError: TorchRec could not run ``current``.
             PlanError: the file can't be read; or ``max_bytes_moved`` is too low.
         """
         if isinstance(current, str | Path):

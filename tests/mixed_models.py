@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder, EmbeddingTowerSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import (
@@ -25,7 +24,6 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm.job import EveryTypeSharder
@@ -108,8 +106,6 @@ def random_case(
     sharders = [
         (EveryTypeSharder if device == "cpu" and rng.random() < 0.6 else EmbeddingBagCollectionSharder)(),
         EmbeddingCollectionSharder(),
-        EmbeddingTowerSharder(),
-        EmbeddingTowerCollectionSharder(),
     ]
     constraints = {
         name: made for name, config in tables.items() if (made := _random_constraint(rng, config, device)) is not None
@@ -119,8 +115,7 @@ def random_case(
         "cost_source": rng.choice(["auto", "auto", "roofline", "torchrec"]),
         "sharding_types": rng.choice([None, None, None, (TW, CW, RW), POOLED_TYPES]),
     }
-    if rng.random() < 0.15 and settings["sharding_types"] != (TW, CW, RW):
-        constraints.update(_add_towers(rng, model))
+    rng.random()  # keeps the cases that plan records were made of
     left_out = frozenset(_other_device_group(rng, model, constraints, device))
     weight_bytes = sum(c.num_embeddings * c.embedding_dim * 4 for c in tables.values())
     # Generous memory, or little more than the weights' even share, or than half of it where the host's memory helps.
@@ -176,33 +171,6 @@ def _random_model(rng: random.Random, num_tables: int) -> tuple[nn.Module, dict[
                 apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
         tables.update({config.name: config for config in own})
     return model, tables
-
-
-class Interaction(nn.Module):
-    """A tower's interaction; it is never run."""
-
-
-def _add_towers(rng: random.Random, model: nn.Module) -> dict[str, ParameterConstraints]:
-    """Add a tower or a collection of some; says the constraints of their tables."""
-    constraints, towers = {}, []
-    for index in range(rng.choice([1, 1, 3])):
-        tables = [
-            EmbeddingBagConfig(
-                name=f"w{index}_{number}",
-                num_embeddings=int(10 ** rng.uniform(0, 4)),
-                embedding_dim=rng.choice([4, 64, 256]),
-                feature_names=[f"w{index}_{number}_f"],
-            )
-            for number in range(rng.choice([1, 2, 4]))
-        ]
-        for table in tables:
-            types = rng.choice([None, None, [TWRW], [TWCW], [TWRW, TWCW]])
-            constraints[table.name] = ParameterConstraints(
-                sharding_types=types, min_partition=rng.choice([None, 4, 32])
-            )
-        towers.append(EmbeddingTower(EmbeddingBagCollection(tables=tables, device=torch.device("meta")), Interaction()))
-    model.towers = towers[0] if len(towers) == 1 else EmbeddingTowerCollection(towers)
-    return constraints
 
 
 def _random_constraint(rng: random.Random, config: EmbeddingBagConfig, device: str) -> ParameterConstraints | None:

@@ -94,7 +94,7 @@ def check_refusal(case: MixedCase, planner: DreamShardPlanner, error: PlannerErr
     text = str(error)
     if "negative available" in text:
         return  # TorchRec's own words: the reservation leaves nothing
-    assert any(f"'{kind}" in text for kind in ("bags", "weighted", "sequence", "towers")), (seed, text)
+    assert any(f"'{kind}" in text for kind in ("bags", "weighted", "sequence")), (seed, text)
     if "no sharding type is left" in text or "which TorchRec can't mix" in text:
         return  # nothing that TorchRec could be given instead
     if "in ways that TorchRec cannot run" in text:
@@ -116,7 +116,6 @@ def check_plan(case: MixedCase, planner: DreamShardPlanner, plan, seed: int) -> 
     check_memory(case, planner, options, seed)
     for option in options:
         check_ranks(case, option, seed)
-    check_towers(case, options, seed)
     check_constraints(case, planner, options, seed)
     sharded = {(path, name): one for path, module in plan.plan.items() for name, one in module.items()}
     for option in options:
@@ -167,16 +166,6 @@ def check_ranks(case: MixedCase, option, seed: int) -> None:
         for first in range(0, len(ranks), host):
             assert ranks[first] % host == 0, where
             assert ranks[first : first + host] == list(range(ranks[first], ranks[first] + host)), where
-
-
-def check_towers(case: MixedCase, options, seed: int) -> None:
-    """All tables of a tower on one host."""
-    hosts: dict[str, set[int]] = {}
-    for option in options:
-        if option.dependency:
-            ranks = {shard.rank // case.topology.local_world_size for shard in option.shards}
-            hosts.setdefault(option.dependency, set()).update(ranks)
-    assert all(len(host) == 1 for host in hosts.values()), (seed, hosts)
 
 
 def check_constraints(case: MixedCase, planner: DreamShardPlanner, options, seed: int) -> None:

@@ -83,8 +83,6 @@ class Option:
     """TorchRec's name of it."""
     kernel: str = "fused"
     """TorchRec's compute kernel."""
-    pinned: tuple[int, ...] | None = None
-    """Fixed positions of the units; None if they are free."""
 
     @property
     def parts(self) -> list[int]:
@@ -129,8 +127,6 @@ class OptionRows:
         self.span_O = np.array([option.units[0].span for option in options], dtype=np.int64)
         self.parts_O = self.span_O * np.array([len(option.units) for option in options], dtype=np.int64)
         """Parts of each option."""
-        self.is_free_O = np.array([option.pinned is None for option in options], dtype=bool)
-        """True for options that are not pinned."""
         units = chain.from_iterable(option.units for option in options)
         self._part_F = np.fromiter(chain.from_iterable(unit.parts for unit in units), np.int64, self.parts_O.sum())
         self._first_O = self.parts_O.cumsum() - self.parts_O
@@ -343,7 +339,7 @@ class Cost:
         problem = self.problem
         every = problem.option_rows
         row_T = every.rows(range(problem.num_tables), sharding.options)
-        is_free_T = (every.span_O[row_T] == 1) & every.is_free_O[row_T]
+        is_free_T = every.span_O[row_T] == 1
         free, laid = is_free_T.nonzero()[0], (~is_free_T).nonzero()[0]
         rank_S, part_S = problem.laid(sharding, free.tolist())
         rank_Y, part_Y = problem.laid(sharding, laid.tolist())
@@ -375,7 +371,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A problem with chosen options and placed wide and pinned units: a placement is left to find."""
+    """A problem with chosen options and placed wide units: a placement is left to find."""
 
     cost: Cost
     """Cost of the units of span 1, one part each."""

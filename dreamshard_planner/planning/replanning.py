@@ -30,7 +30,7 @@ from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
-from dreamshard_planner.search_space.options import fqn_of, places_of, refused, type_of
+from dreamshard_planner.search_space.options import fqn_of, places_of, type_of
 from dreamshard_planner.support.formatting import ranks_in_words, some_of
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
@@ -54,7 +54,6 @@ def replanned(
         current: what runs.
         fresh: a plan made without a thought of moving, with ranks.
     """
-    check_movable(fresh)
     held = Held.of(model, current, lost)
     with single_thread():
         ways = _Ways(model, held, fresh)
@@ -81,14 +80,6 @@ def replanned(
         forced=ways.forced,
         stale=held.stale,
     )
-
-
-def check_movable(plan: Sequence[ShardingOption]) -> None:
-    """PlannerError where it has embedding towers."""
-    if any(option.dependency for option in plan):
-        raise refused(
-            "replan does not move embedding towers, whose tables lie on one host together: plan again instead"
-        )
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,6 @@ def _model_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[N
 @torch.no_grad()
 def _exact_training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> list[Note]:
     """Return notes on the options that exact training excludes from the search for a plan with ranks."""
-    # Hosts of towers are chosen while planning, which a short search does not.
-    if any(table.in_tower for table in shardable_tables(model.skeleton, model.sharders)):
-        return []
     wider = _WiderSpace.of(model, exact_training=False)
     if not wider.opened:
         return []

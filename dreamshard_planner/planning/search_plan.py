@@ -27,7 +27,7 @@ from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.options import by_table, counted, fqn_of, is_torchrecs, ranks_of, set_ranks
 from dreamshard_planner.search_space.sharding_types import TW
-from dreamshard_planner.search_space.usable_options import all_sized, other_sizes, pin, pinned_options
+from dreamshard_planner.search_space.usable_options import all_sized, other_sizes
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
 
@@ -61,7 +61,7 @@ def place_proposal(
 ) -> RatedPlan:
     """Find ranks for the shards of a proposal: its own, if they fit, else those of a search.
 
-    No rank is set on the options, except on those of tables that depend on each other.
+    No rank is set on the options.
 
     Args:
         context: reads and rates options.
@@ -75,8 +75,6 @@ def place_proposal(
         PlannerError: the tables do not fit; names table and missing bytes.
     """
     has_ranks = all(rank is not None for option in proposal for rank in ranks_of(option))
-    if not has_ranks and any(option.dependency for option in proposal):
-        pin(proposal, topology)
     read = context.read(proposal, topology)
     cost = context.cost(read)
     if has_ranks and cost.problem.fits(given := read.sharding(proposal)):
@@ -175,28 +173,23 @@ def _searched(
     if theirs is not None:
         plans[BASELINE] = theirs.options
     options = [*options, *sizes]
-    try:
-        pinned = pinned_options(options, topology, plans.get(BASELINE))
-    except PlannerError:  # towers fit on no host by these options
-        pinned = []
-    if pinned:
-        read = context.read(pinned, topology)
-        cost = context.cost(read)
-        starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
-        # TorchRec's plan may break placement rules.
-        fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
-        rivals = (*rivals, *_rated(cost, {name: fitting.get(name) for name in starts}))
-        result: SearchResult | None
-        if alone is not None and _is_best(WHOLE, fitting, cost):
-            result = replace(alone, sharding=fitting[WHOLE])
-        else:
-            result = settings.search(cost, fitting.values(), _roll_outs(context, settings, {}))
-        for option in pinned:
-            set_ranks(option, None)
-        if result is not None:
-            proposal = all_sized(read.assign(result.sharding), context.reader.load_factor)
-            return SearchedPlan(proposal, rivals, result, theirs)
-    return SearchedPlan(_smallest(context.read(options, topology)), rivals, None, theirs)
+    read = context.read(options, topology)
+    cost = context.cost(read)
+    starts = {name: read.sharding(plan) for name, plan in plans.items()}
+    # TorchRec's plan may break placement rules.
+    fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
+    rivals = (*rivals, *_rated(cost, {name: fitting.get(name) for name in starts}))
+    result: SearchResult | None
+    if alone is not None and _is_best(WHOLE, fitting, cost):
+        result = replace(alone, sharding=fitting[WHOLE])
+    else:
+        result = settings.search(cost, fitting.values(), _roll_outs(context, settings, {}))
+    for option in options:
+        set_ranks(option, None)
+    if result is None:
+        return SearchedPlan(_smallest(read), rivals, None, theirs)
+    proposal = all_sized(read.assign(result.sharding), context.reader.load_factor)
+    return SearchedPlan(proposal, rivals, result, theirs)
 
 
 @neutral()
@@ -244,13 +237,13 @@ def search_near(
         if same_ranks and all(option.num_shards == given[fqn_of(option)].num_shards for option in proposal):
             for option in proposal:
                 set_ranks(option, ranks_of(given[fqn_of(option)]))
-        starts: list[Sharding | None] = []
-        read = context.read(pinned_options(options, topology, None), topology)
+        starts: list[Sharding] = []
+        read = context.read(options, topology)
         with suppress(PlannerError):  # the search has starts of its own
             placed = place_proposal(context, proposal, topology, settings, packs=False, quickly=True)
-            starts.append(_within(read, placed.read.assign(placed.sharding)))
+            starts.append(read.sharding(placed.read.assign(placed.sharding)))
         further = None if same_ranks else _roll_outs(context, settings, {})
-        result = settings.search(context.cost(read), [start for start in starts if start is not None], further)
+        result = settings.search(context.cost(read), starts, further)
         if result is None:
             return place_proposal(context, _smallest(read), topology, settings)
         found = all_sized(read.assign(result.sharding), context.reader.load_factor)
@@ -311,16 +304,6 @@ def _roll_outs(context: PlanRater, settings: SearchSettings, plans: dict[str, Sh
         return made
 
     return starts
-
-
-def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:
-    """Return a plan as a sharding of the problem; None if its dependent tables are pinned elsewhere."""
-    try:
-        return read.sharding(plan)
-    except PlannerError:
-        if any(option.dependency for option in plan):
-            return None
-        raise
 
 
 def _smallest(read: ReadProblem) -> list[ShardingOption]:

@@ -76,8 +76,6 @@ class TableActions:
     """Parts of each option's units, int64 [U, L] each."""
     part_OD: np.ndarray
     """Part that each rank would get of an option's first unit."""
-    pinned: tuple[tuple[int, ...] | None, ...]
-    """Positions of units that must lie somewhere; None for others."""
     group_O: np.ndarray
     collective_OJ: np.ndarray
     """Those that an option sends in; C, which has no bytes, where padded."""
@@ -205,7 +203,6 @@ class ShardingTask:
             units_O=np.array([len(part_UL) for part_UL in parts]),
             parts=parts,
             part_OD=np.stack([np.tile(part_UL[0], ranks // part_UL.shape[1]) for part_UL in parts]),
-            pinned=tuple(option.pinned for option in options),
             group_O=np.array([problem.group_of(table, index) for index in chosen]),
             collective_OJ=np.array([columns + [none] * (width - len(columns)) for columns in sends]),
             type_O=type_O,
@@ -389,14 +386,9 @@ class EstimatedMDP:
         row_X = np.repeat(np.arange(len(ranks)), [len(part_X) for part_X in parts])
         rank_X, part_X, group_X = np.concatenate(ranks), np.concatenate(parts), actions.group_O[action_E][row_X]
         latent_XH, sent_XC = sign * self._latent_PH[part_X], sign * self.task.sent_PC[part_X]
-        if any(pinned is not None for pinned in actions.pinned):  # several units may be pinned to one rank
-            np.add.at(self.latent_EGDH, (row_X, group_X, rank_X), latent_XH)
-            np.add.at(self.height_ERD.transpose(0, 2, 1)[..., 1:], (row_X, rank_X), sent_XC)
-            np.add.at(self.free_EDM, (row_X, rank_X), -sign * self._need_PM[part_X])
-        else:
-            self.latent_EGDH[row_X, group_X, rank_X] += latent_XH
-            self.height_ERD[row_X, 1:, rank_X] += sent_XC
-            self.free_EDM[row_X, rank_X] -= sign * self._need_PM[part_X]
+        self.latent_EGDH[row_X, group_X, rank_X] += latent_XH
+        self.height_ERD[row_X, 1:, rank_X] += sent_XC
+        self.free_EDM[row_X, rank_X] -= sign * self._need_PM[part_X]
         return row_X, group_X, rank_X, part_X
 
     def relative_cost(self) -> np.ndarray:
@@ -468,8 +460,5 @@ def _positions(key_EON: np.ndarray, actions: TableActions) -> tuple[np.ndarray, 
     for option in np.flatnonzero(actions.units_O > 1):
         count = actions.units_O[option]
         position_EOU[:, option, :count] = np.argsort(key_EON[:, option], -1, kind="stable")[:, :count]
-    for row, pinned in enumerate(actions.pinned):
-        if pinned is not None:
-            position_EOU[:, row, : len(pinned)] = pinned
     lowest_EOU = np.take_along_axis(key_EON, position_EOU, -1)
     return position_EOU, (np.isfinite(lowest_EOU) | (np.arange(units) >= actions.units_O[:, None])).all(-1)

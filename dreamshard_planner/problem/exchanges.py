@@ -16,7 +16,7 @@ from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Co
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.modules import exchange_codecs, output_type
 from dreamshard_planner.search_space.options import type_of
-from dreamshard_planner.search_space.sharding_types import THROUGH_HOSTS, ShardingTypeSpec
+from dreamshard_planner.search_space.sharding_types import ShardingTypeSpec
 from dreamshard_planner.workload.tables import INDEX_BYTES, Workload
 
 ORDERED_ID, ORDERED_BAG = 0.2, 1.0
@@ -68,17 +68,13 @@ def exchanges_of(
         element_bytes: bytes of one output element on the wire.
     """
     spec = type_of(option)
-    name = f"{option.dependency or option.path or 'model'} {option.sharding_type}"
+    name = f"{option.path or 'model'} {option.sharding_type}"
     world, host = topology.world_size, topology.intra_group_size
     output_bytes = workload.output_elements * element_bytes
     if serves(option.compute_kernel):
         yield Collective(f"{name} all-to-one", "world", links.all_to_one, None), output_bytes
         return
-    exchanges = spec.exchanges_of(option.is_pooled)
-    if option.dependency and host > 1 and not spec.is_replicated:
-        # Between hosts a tower exchanges its own outputs, taken to be as large as its embeddings.
-        exchanges = THROUGH_HOSTS
-    for exchange in exchanges:
+    for exchange in spec.exchanges_of(option.is_pooled):
         # If each rank is a host of its own, the ranks of the same place on every host are all ranks.
         over = "world" if host == 1 and exchange.over == "across" else exchange.over
         if host == 1 and over == "host":

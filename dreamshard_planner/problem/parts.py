@@ -123,11 +123,8 @@ class ReadProblem:
             )
             if option is None or index is None:
                 raise refused(f"the plan has no sharding of table {fqn_of(choices[0])!r} that could be rated")
-            places = positions_of(option, units[index].units)
-            if units[index].pinned not in (None, places):
-                raise cannot_lie_so(f"table {fqn_of(option)!r} is pinned elsewhere than the plan has it")
             options.append(index)
-            positions.append(places)
+            positions.append(positions_of(option, units[index].units))
         return Sharding(tuple(options), tuple(positions))
 
 
@@ -211,7 +208,6 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
     key_value = kernel_of(option.compute_kernel).store
     return (
         option.path,
-        option.dependency,
         option.sharding_type,
         fuses_as(option.compute_kernel),
         str(tensor.dtype),
@@ -250,9 +246,9 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
         PlannerError: the shards do not fill units, or the topology has incomplete hosts.
     """
     span, impossible = num_ranks(type_of(option).span, topology), impossible_types(topology)
-    if impossible and (option.dependency or option.sharding_type in impossible):
+    if why := impossible.get(option.sharding_type):
         raise cannot_lie_so(
-            f"table {fqn_of(option)!r} belongs on one host, and {next(iter(impossible.values()))}: give Topology "
+            f"table {fqn_of(option)!r} belongs on one host, and {why}: give Topology "
             "a local_world_size (and pod_size) that divides its world_size"
         )
     if not parts or len(parts) % span:
@@ -280,19 +276,3 @@ def positions_of(option: ShardingOption, units: Sequence[Unit]) -> tuple[int, ..
             )
         positions.append(position)
     return tuple(positions)
-
-
-def check_hosts(options: Iterable[ShardingOption], topology: Topology) -> None:
-    """Raise PlannerError if pinned tables that depend on each other are on several hosts."""
-    hosts: dict[str, dict[int, str]] = {}
-    for option in options:
-        for rank in ranks_of(option) if option.dependency else []:
-            if rank is not None:
-                host = rank // topology.intra_group_size
-                hosts.setdefault(option.dependency, {})[host] = fqn_of(option)
-    for dependency, tables in hosts.items():
-        if len(tables) > 1:
-            raise cannot_lie_so(
-                f"tables {sorted(tables.values())} of {dependency!r} are on hosts {sorted(tables)}; TorchRec wants "
-                "them on one"
-            )

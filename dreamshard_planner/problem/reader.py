@@ -29,11 +29,9 @@ from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
 from dreamshard_planner.problem.parts import (
     Part,
     ReadProblem,
-    check_hosts,
     group_key,
     num_ranks,
     parts_of,
-    positions_of,
     sent_bytes,
     set_fused_params,
     units_of,
@@ -48,7 +46,7 @@ from dreamshard_planner.search_space.input_checks import (
 )
 from dreamshard_planner.search_space.kernels import CACHING, DENSE, in_host_memory, memory_of, serves
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
-from dreamshard_planner.search_space.options import by_table, fqn_of, ranks_of, type_of
+from dreamshard_planner.search_space.options import by_table, fqn_of, tower_refused, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.sharding_types import TableFacts
 from dreamshard_planner.torchrec_components import compat
@@ -118,7 +116,7 @@ class OptionReader:
             with_storage: False before storage is estimated: memory then binds nothing.
 
         Raises:
-            PlannerError: an option cannot be placed, such as one pinned where TorchRec would not run it.
+            PlannerError: an option cannot be placed, or is of an embedding tower.
         """
         tables = by_table(options)
         flat = [option for choices in tables.values() for option in choices]
@@ -126,6 +124,8 @@ class OptionReader:
         parts: list[Part] = []
         read: dict[str, list[Option]] = {fqn: [] for fqn in tables}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
+            if option.dependency:
+                raise tower_refused(fqn_of(option))
             shardable, table, fused = self._shardable(option), self.table(option, topology), self._fused_params(option)
             group = groups.setdefault(group_key(option, table, shardable.config, fused), len(groups))
             element_bytes = wire_bytes(option, shardable.sharder, fused)
@@ -133,10 +133,7 @@ class OptionReader:
             found, indices = parts_of(option, whole, group, exchanges, with_storage)
             units = units_of(option, [len(parts) + index for index in indices], topology)
             parts += found
-            # Ranks of dependent tables are pinned beforehand, see search_space/usable_options.py.
-            pinned = positions_of(option, units) if option.dependency and None not in ranks_of(option) else None
-            read[fqn_of(option)].append(Option(units, option.sharding_type, option.compute_kernel, pinned))
-        check_hosts(flat, topology)
+            read[fqn_of(option)].append(Option(units, option.sharding_type, option.compute_kernel))
         needs_PM, limits_DM = torch.zeros(len(parts), len(MEMORY_KINDS), dtype=torch.int64), available_bytes(topology)
         num_rules = 0
         if with_storage:

@@ -214,7 +214,7 @@ class _Walk:
         movable = []
         for table in tables:
             option = self._problem.tables[table][self.sharding.options[table]]
-            if option.units[0].span == 1 and option.pinned is None:
+            if option.units[0].span == 1:
                 movable += [(table, unit) for unit in range(len(option.units))]
         return movable
 

@@ -179,28 +179,23 @@ def _solved(problem: Problem, options: dict[str, float]) -> tuple[Tensor | None,
     return None, False
 
 
-def best_position(
-    key_XN: Tensor, need_XLM: Tensor, free_XNLM: Tensor, allowed_N: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def best_position(key_XN: Tensor, need_XLM: Tensor, free_XNLM: Tensor) -> tuple[Tensor, Tensor]:
     """Return for equally wide units the position with the lowest key among those with room; ties go to the first.
 
     Args:
         key_XN: for example the peak that a unit would leave there.
         need_XLM: bytes that a unit needs on each rank of its span.
         free_XNLM: free bytes on each rank of a position.
-        allowed_N: positions that it may take, bool; all by default.
 
     Returns:
         Position of each unit, int64 [X], and whether any has room, bool [X]. Leading dimensions X are free.
     """
     fits_XN = has_room(need_XLM[..., None, :, :], free_XNLM).all(-1)
-    if allowed_N is not None:
-        fits_XN &= allowed_N
     return key_XN.masked_fill(~fits_XN, torch.inf).argmin(-1), fits_XN.any(-1)
 
 
 def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
-    """Place pinned units and those wider than a rank, the widest and heaviest first, each where the peak stays lowest.
+    """Place units wider than a rank, the widest and heaviest first, each where the peak stays lowest.
 
     Other units are on rank 0. None if memory does not allow it.
     """
@@ -208,7 +203,7 @@ def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
     # In numpy, whose calls cost a third of torch's: there is one unit after the other.
     single_P, needs_PM = cost.single_ms_P.numpy(), problem.needs_PM.numpy()
     row_T = every.rows(range(problem.num_tables), options)
-    span_T, is_free_T = every.span_O[row_T], every.is_free_O[row_T]
+    span_T = every.span_O[row_T]
     units_T = every.parts_O[row_T] // span_T
     positions = [[0] * units for units in units_T.tolist()]
     load_D, free_DM = np.zeros(problem.num_ranks), problem.limits_DM.numpy().copy()
@@ -218,28 +213,26 @@ def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
         part_UL = every.all_parts(row_T[tables]).reshape(-1, span)
         return single_P[part_UL], needs_PM[part_UL]
 
-    everywhere_T = is_free_T & (span_T == problem.num_ranks) & (span_T > 1)
+    everywhere_T = (span_T == problem.num_ranks) & (span_T > 1)
     single_UD, storage_UDM = asked(everywhere_T.nonzero()[0], problem.num_ranks)
     load_D += single_UD.sum(0)
     free_DM -= storage_UDM.sum(0)
     if not has_room(problem.limits_DM.numpy() - free_DM, problem.limits_DM.numpy()).all():
         return None
-    wide_T = ~everywhere_T & ~(is_free_T & (span_T == 1))
-    for is_free, minus_span in sorted(set(zip(is_free_T[wide_T].tolist(), (-span_T[wide_T]).tolist(), strict=True))):
-        tables = (wide_T & (is_free_T == is_free) & (span_T == -minus_span)).nonzero()[0]
-        single_UL, storage_ULM = asked(tables, -minus_span)
+    for span in sorted({*span_T[(span_T > 1) & ~everywhere_T].tolist()}, reverse=True):
+        tables = (span_T == span).nonzero()[0]
+        single_UL, storage_ULM = asked(tables, span)
         table_U, unit_U = tables.repeat(units_T[tables]), counted_up(np.zeros_like(tables), units_T[tables])
-        free_NLM, load_NL = free_DM.reshape(-1, *storage_ULM.shape[1:]), load_D.reshape(-1, -minus_span)  # views
+        free_NLM, load_NL = free_DM.reshape(-1, *storage_ULM.shape[1:]), load_D.reshape(-1, span)  # views
         for unit in np.lexsort((unit_U, table_U, -single_UL.sum(1))).tolist():
             single_L, need_LM, table, index = single_UL[unit], storage_ULM[unit], table_U[unit], unit_U[unit]
-            pinned = problem.tables[table][options[table]].pinned
             peak_N = (load_NL + single_L).max(1)
-            position = int(peak_N.argmin()) if pinned is None else pinned[index]
+            position = int(peak_N.argmin())
             # The quicker question first.
             if not (need_LM <= free_NLM[position]).all() and not has_room(need_LM, free_NLM[position]).all():
                 fits_N = has_room(need_LM, free_NLM).all(-1)
                 position = int(np.where(fits_N, peak_N, np.inf).argmin())
-                if pinned is not None or not fits_N[position]:
+                if not fits_N[position]:
                     return None
             positions[table][index] = position
             load_NL[position] += single_L
@@ -304,14 +297,13 @@ def _packed(
 ) -> tuple[Tensor, tuple[int, ...]] | None:
     """Place each unit where it adds least to the sum of squares of used shares: bytes used [D, M] and positions."""
     used_DM, positions = used_DM.clone(), []
-    for index, unit in enumerate(option.units):
+    for unit in option.units:
         need_LM = problem.needs_PM[list(unit.parts)]
         used_NLM = used_DM.view(-1, unit.span, used_DM.shape[1])
         share_NLM = used_NLM / roomiest_M
         added_N = ((share_NLM + need_LM / roomiest_M).square() - share_NLM.square()).sum((-1, -2))
         free_NLM = (problem.limits_DM - used_DM).view_as(used_NLM)
-        allowed_N = None if option.pinned is None else torch.arange(len(added_N)) == option.pinned[index]
-        position, found = best_position(added_N, need_LM, free_NLM, allowed_N)
+        position, found = best_position(added_N, need_LM, free_NLM)
         if not found:
             return None
         positions.append(int(position))

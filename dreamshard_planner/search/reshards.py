@@ -178,8 +178,6 @@ class ShardingState(State):
 
     def _movable(self, option: Option) -> bool:
         """Return whether placing the same option again may give another sharding; single units of span 1 just move."""
-        if option.pinned is not None:
-            return False
         return len(option.units) > 1 or 1 < option.units[0].span < self.problem.num_ranks
 
     def _tables_that_exchange(self) -> list[int]:
@@ -361,7 +359,7 @@ def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, Wid
     problem, sharding, every = state.problem, state.sharding, state.problem.option_rows
     row_T = every.rows(range(problem.num_tables), sharding.options)
     span_T = every.span_O[row_T]
-    wide_T = ((span_T > 1) & (span_T < problem.num_ranks) & every.is_free_O[row_T]).nonzero()[0]
+    wide_T = ((span_T > 1) & (span_T < problem.num_ranks)).nonzero()[0]
     if not len(wide_T):
         return []
     units_T = every.parts_O[row_T[wide_T]] // span_T[wide_T]

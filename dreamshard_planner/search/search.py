@@ -128,7 +128,7 @@ def search(
 def _can_reshard(problem: Problem) -> bool:
     """Return whether anything but moves and swaps of units of span 1 can change a sharding."""
     every = problem.option_rows
-    wide_O = every.is_free_O & (every.span_O > 1) & (every.span_O < problem.num_ranks)
+    wide_O = (every.span_O > 1) & (every.span_O < problem.num_ranks)
     return len(every.span_O) > problem.num_tables or bool(wide_O.any())
 
 
@@ -266,8 +266,5 @@ def prefer_cheaper_kernels(cost: Cost, sharding: Sharding) -> Sharding:
 
 
 def _same_shards(one: Option, other: Option) -> bool:
-    return (
-        one.sharding_type == other.sharding_type
-        and one.pinned == other.pinned
-        and [unit.span for unit in one.units] == [unit.span for unit in other.units]
-    )
+    spans, other_spans = ([unit.span for unit in option.units] for option in (one, other))
+    return one.sharding_type == other.sharding_type and spans == other_spans

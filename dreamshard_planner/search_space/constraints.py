@@ -17,6 +17,7 @@ from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS, GU
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dreamshard_planner.search_space.input_checks import check_constraint, check_per_feature, check_shared, per_feature
 from dreamshard_planner.search_space.kernels import (
@@ -33,7 +34,7 @@ from dreamshard_planner.search_space.modules import (
     output_type,
     shardable_tables,
 )
-from dreamshard_planner.search_space.options import refused
+from dreamshard_planner.search_space.options import refused, tower_refused
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.sharding_types import LATE_MEANS, MIXED_MEAN, SHARDING_TYPES, TW, broken, inexact
 from dreamshard_planner.support.formatting import nearest
@@ -104,8 +105,7 @@ class AllowedTypes:
             varied_batches=bool(constraint.batch_sizes) or traits.varied_batches,
             weighted_batches=bool(constraint.is_weighted) or traits.weighted_batches,
         )
-        # Ranks exchange outputs as they are; towers exchange within their host.
-        exchanges = self.ranks > 1 and not table.in_tower and not exchange_codecs(table.sharder)
+        exchanges = self.ranks > 1 and not exchange_codecs(table.sharder)
         output = output_type(table.owner.fused_params(constraint.output_dtype))
         uneven = facts.quantized is None and exchanges and output != torch.float32
         ruled_out = {**self.impossible, **(self.legal.left_out(table.fqn) if self.legal else {})}
@@ -247,9 +247,13 @@ def planning_constraints(
         allowed: types for any table.
 
     Raises:
-        PlannerError: no type is left for a table, a number is impossible, or lengths do not match the features.
+        PlannerError: no type is left for a table, a number is impossible, lengths do not match the features, or a table
+            is in an embedding tower.
     """
     tables = shardable_tables(module, sharders)
+    for table in tables:
+        if isinstance(table.module, EmbeddingTower | EmbeddingTowerCollection):
+            raise tower_refused(table.fqn)
     traits = _module_traits(tables, constraints or {}, statistics or {}, allowed.ranks)
     expanded = PlanningConstraints(constraints or {})
     by_name: dict[str, list[ShardableTable]] = {}

@@ -16,7 +16,6 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_sparse_type
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
-from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -185,11 +184,6 @@ class ShardableTable:
     def feature_names(self) -> tuple[str, ...]:
         """Names of its features; empty if the module has no configs."""
         return () if self.config is None else tuple(self.config.feature_names)
-
-    @property
-    def in_tower(self) -> bool:
-        """True if TorchRec wants it on one host with others."""
-        return isinstance(self.module, EmbeddingTower | EmbeddingTowerCollection)
 
     def optimizer(self, output_dtype: DataType | None = None) -> str:
         """Return FBGEMM's name of its in-backward optimizer."""

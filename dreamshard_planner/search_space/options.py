@@ -212,6 +212,14 @@ def refused(reason: str) -> PlannerError:
     return PlannerError(reason, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
+def tower_refused(fqn: str) -> PlannerError:
+    """Make the error of a table of an embedding tower."""
+    return refused(
+        f"table {fqn!r} is in an embedding tower, whose tables TorchRec wants on one host: leave EmbeddingTowerSharder "
+        "and EmbeddingTowerCollectionSharder out of the sharders, and its tables are sharded as all others are"
+    )
+
+
 def lacks_room(reason: str) -> PlannerError:
     """Make the error of tables that do not fit."""
     return PlannerError(reason, PlannerErrorType.INSUFFICIENT_STORAGE)

@@ -136,14 +136,9 @@ class LegalRanks:
             statistics: by feature; other features count as one lookup per sample.
 
         Raises:
-            PlannerError: a rule names an unknown table or rank, one table by several names, or a table of an embedding
-                tower; or no ranks are left.
+            PlannerError: a rule names an unknown table or rank, or one table by several names; or no ranks are left.
         """
         fqns = _fully_qualified(rules.names, tables)
-        towers = {table.fqn for table in tables if table.in_tower}
-        for name, named in fqns.items():
-            if towers.intersection(named):
-                raise refused(f"placement_rules name {name!r}, a table of an embedding tower: its host is TorchRec's")
         ranks = range(topology.world_size)
         allowed: dict[str, frozenset[int]] = {}
         for name, given in rules.on_ranks.items():

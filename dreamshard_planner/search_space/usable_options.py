@@ -16,9 +16,8 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Shard, ShardingOption, Topology
-from torchrec.distributed.planner.utils import reset_shard_rank, sharder_name
+from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption
+from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -31,12 +30,9 @@ from dreamshard_planner.search_space.options import (
     counted,
     fqn_of,
     is_torchrecs,
-    lacks_room,
     ranks_of,
     refused,
     runs_of,
-    same_option,
-    set_ranks,
     type_of,
 )
 from dreamshard_planner.search_space.sharding_types import (
@@ -119,11 +115,11 @@ LoadFactor = Callable[[ShardingOption], float | None]
 
 
 def other_sizes(options: Iterable[ShardingOption], given: LoadFactor) -> list[OwnOption]:
-    """Return copies of cached options at other cache sizes, without estimates; none for given sizes and towers."""
+    """Return copies of cached options at other cache sizes, without estimates; none for given sizes."""
     sized = [
         _with_share(option, share)
         for option in options
-        if option.compute_kernel == CACHING and not option.dependency and given(option) is None
+        if option.compute_kernel == CACHING and given(option) is None
         for share in CACHE_SHARES
     ]
     for option in sized:
@@ -335,8 +331,7 @@ def mixed_exchanges(
     exchanged: dict[tuple[str, str], list[tuple[ShardingOption, torch.dtype]]] = {}
     for option in plan:
         sharder = sharder_of.get(sharder_name(type(option.module[1])))
-        # Towers, which have a dependency, exchange within their host.
-        alike = type_of(option).is_replicated or serves(option.compute_kernel) or option.dependency
+        alike = type_of(option).is_replicated or serves(option.compute_kernel)
         if not alike and not exchange_codecs(sharder):
             output = output_type(fused_params(option.module[1], sharder, option.output_dtype))
             exchanged.setdefault((option.path, option.sharding_type), []).append((option, output))
@@ -363,63 +358,3 @@ def mixed_exchanges(
 
 def _name(output: torch.dtype) -> str:
     return str(output).removeprefix("torch.")
-
-
-def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:
-    """Set the ranks of a proposal's dependent tables: those of one embedding tower, on one host, heaviest first.
-
-    Raises:
-        PlannerError: no host has room for some of them.
-    """
-    dependent = [option for option in proposal if option.dependency]
-    try:
-        GreedyPerfPartitioner().partition(dependent, topology)
-    except PlannerError as error:
-        reset_shard_rank(dependent)
-        largest = max(dependent, key=_bytes)
-        raise lacks_room(
-            f"Tables do not fit: no host has room for all tables of one of "
-            f"{sorted({option.dependency for option in dependent})}, of which the largest, "
-            f"{fqn_of(largest)!r}, needs {_bytes(largest):,} bytes. Larger devices, a "
-            "smaller storage reservation, or fewer tables per tower would help."
-        ) from error
-
-
-def pinned_options(
-    options: Sequence[ShardingOption], topology: Topology, given: Sequence[ShardingOption] | None
-) -> list[ShardingOption]:
-    """Return the options with one per dependent table, which has ranks: the search places all others around them.
-
-    Args:
-        options: of all tables.
-        topology: left by the storage reservation.
-        given: a plan that fits, whose dependent tables keep option and ranks. None: each table's option of least perf,
-            or of least memory if no host has room.
-
-    Raises:
-        PlannerError: no host has room for some dependent tables.
-    """
-    dependent = by_table(option for option in options if option.dependency)
-    if not dependent:
-        return list(options)
-    free = [option for option in options if not option.dependency]
-    if given is None:
-        pinned = [min(choices, key=lambda option: option.total_perf) for choices in dependent.values()]
-        try:
-            pin(pinned, topology)
-        except PlannerError:
-            pinned = [min(choices, key=_bytes) for choices in dependent.values()]
-            pin(pinned, topology)
-        return [*free, *pinned]
-    pinned = []
-    for option in given:
-        for choice in dependent.get(fqn_of(option), ()):
-            if same_option(choice, option):
-                set_ranks(choice, ranks_of(option))
-                pinned.append(choice)
-    return [*free, *pinned]
-
-
-def _bytes(option: ShardingOption) -> int:
-    storage = option.total_storage
-    return storage.hbm + storage.ddr + storage.ssd

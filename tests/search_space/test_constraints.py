@@ -9,21 +9,25 @@ import pytest
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
 from torchrec.distributed.types import KeyValueParams, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_tower import EmbeddingTower
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.errors import InputWarning
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW
+from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW, TWRW
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -279,6 +283,32 @@ def test_modules_are_walked_once_for_all_of_their_tables(monkeypatch) -> None:
         return len(walked)
 
     assert walks(1) == walks(5)
+
+
+@pytest.mark.parametrize(("ranks", "host"), [(8, 3), (4, 8)])
+def test_hosts_that_are_not_whole_hold_no_tables_together(ranks: int, host: int) -> None:
+    topology = Topology(ranks, "cuda", local_world_size=host, hbm_cap=GIB, ddr_cap=GIB)
+
+    def made(**constraints: ParameterConstraints) -> DreamShardPlanner:
+        planner = DreamShardPlanner(topology=topology, batch_size=64, constraints=constraints, stats=[], debug=False)
+        planner.plan(bags((1000, 64), (200_000, 64)), SHARDERS)
+        return planner
+
+    assert TWRW not in {option.sharding_type for option in made()._enumerator.last_stored_search_space}
+    with pytest.raises(PlannerError, match=f"'sparse.t0' .table_row_wise: {ranks} ranks are no whole number of hosts"):
+        made(t0=ParameterConstraints(sharding_types=[TWRW]))
+
+
+def test_embedding_towers_are_refused_and_planned_without_their_sharders() -> None:
+    model = nn.Module()
+    model.tower = EmbeddingTower(bags((1000, 64), (2000, 64)).sparse, nn.Module())
+    fix = "'tower.t0' is in an embedding tower.*leave EmbeddingTowerSharder and EmbeddingTowerCollectionSharder out"
+    with pytest.raises(PlannerError, match=fix):
+        planned(model, {}, [EmbeddingTowerSharder(), *SHARDERS])
+    assert {option.path for option in planned(model, {}).options} == {"tower.embedding"}
+    theirs = EmbeddingEnumerator(Topology(4, "cuda"), 64).enumerate(model, [EmbeddingTowerSharder()])
+    with pytest.raises(PlannerError, match=fix):
+        PlanRater.of(Topology(4, "cuda")).read(theirs)
 
 
 def test_the_qualified_name_beats_the_own_name_and_that_beats_the_default() -> None:

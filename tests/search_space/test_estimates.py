@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder, EmbeddingTowerSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner
@@ -35,7 +34,6 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import CacheParams, KeyValueParams, MultiPassPrefetchConfig, PipelineType
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim import RowWiseAdagrad
 
 from dreamshard_planner.search_space.enumeration import (
@@ -54,13 +52,8 @@ KERNELS = ("fused", "fused_uvm", "fused_uvm_caching", "dense", "key_value")
 SHARDING_TYPES = ("data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise")
 
 
-class Interaction(nn.Module):
-    def forward(self, *features):
-        return features
-
-
 def random_model(rng: random.Random) -> nn.Module:
-    """Tables of 1 to 10^6 rows, pooled, weighted and sequence, some in towers, with optimizers."""
+    """Tables of 1 to 10^6 rows, pooled, weighted and sequence, with optimizers."""
 
     def configs(kind, prefix: str, count: int):
         return [
@@ -82,8 +75,7 @@ def random_model(rng: random.Random) -> nn.Module:
     model.weighted = bags("w", 2, weighted=True)
     for i in range(2):  # all tables of one have the same dimension
         setattr(model, f"sequence{i}", EmbeddingCollection(configs(EmbeddingConfig, f"s{i}_", 1), device=META))
-    model.tower = EmbeddingTower(bags("a", 1), Interaction())
-    model.towers = EmbeddingTowerCollection([EmbeddingTower(bags(f"b{i}_", 1), Interaction()) for i in range(2)])
+    model.other = bags("a", 3)
     for parameter in model.parameters():
         optimizer = rng.choice(OPTIMIZERS)
         if optimizer is not None:
@@ -143,8 +135,6 @@ def random_sharders(rng: random.Random) -> list:
         for kind in (
             EmbeddingBagCollectionSharder,
             EmbeddingCollectionSharder,
-            EmbeddingTowerSharder,
-            EmbeddingTowerCollectionSharder,
         )
     ]
 
