@@ -35,7 +35,7 @@ WEIGHTS: dict[float, Literal["fp32", "fp16"]] = {4: "fp32", 2: "fp16"}
 """Data types of a pool's weights, by their bytes."""
 MAX_WEIGHTS, MAX_DIM = 2**53, 2**20
 """Bounds of a table."""
-LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual and not kernel.serves)
+LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.serves)
 
 
 def _whole(value: Any) -> Any:
