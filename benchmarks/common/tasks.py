@@ -46,9 +46,9 @@ def feature_names(table: Table) -> list[str]:
     return [f"{table.name}_f{index}" for index in range(len(table.features))]
 
 
-def random_tables(count: int) -> list[Table]:
+def random_tables(count: int, seed: int = 0) -> list[Table]:
     """Rows from a thousand to thirty million, pooling factors to a hundred."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     shapes = [(int(10 ** rng.uniform(3, 7.5)), rng.choice([32, 64, 128, 256])) for _ in range(count)]
     return [
         Table(f"t{index}", rows, dim, (FeatureStatistics(10 ** rng.uniform(0, 2)),))
