@@ -113,7 +113,7 @@ class HotRowsChoice:
             "after_bytes": self.after_bytes,
         }
         more = ". Other figures of this report are without hot rows" if self.tables else ""
-        return (Note("hot_rows", f"{self}{more}", figures if self.tables else {}),)
+        return (Note("hot_rows", f"{self}{more}", figures),)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,221 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Training steps and exchanged bytes of sequence tables with hot rows on every rank, against row_wise tables.
+
+    torchrun --standalone --nproc_per_node=4 benchmarks/hot_rows.py --record hot-rows.jsonl
+
+CPU ranks over gloo, one thread each. Two sequence tables with row-wise Adagrad have the same reads by a power law, at
+random rows. The planner chooses hot rows from statistics of other batches, within --memory of a rank's part of the
+tables. Contenders are tables without and with TorchRec's index dedup, and with hot rows; they train the same batches,
+in blocks that come in shuffled turns. A block takes as long as on its slowest rank. A round's ratio is of its blocks.
+
+Bytes are counted where ranks call collectives: the bytes that a rank sends to others, its mean. FBGEMM has no CPU
+kernel for index dedup; ``common/dedup_on_cpu.py`` is a slow one, so steps with it are slower than its bytes suggest.
+
+Shapes: B samples of a rank, L lookups, D dim, N rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from common.dedup_on_cpu import dedup_on_cpu
+from common.output import append, interval, provenance, quiet
+from dlrm.options import Node, cpu_rank
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+
+FEATURES, BATCHES, COUNTED = ["f0", "f1"], 2, 8
+ROW_WISE, DEDUP, HOT = "row_wise", "row_wise, index dedup", "hot rows"
+
+
+class SequenceModel(nn.Module):
+    """The mean of each sequence into one linear layer."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[feature])
+            for i, feature in enumerate(FEATURES)
+        ]
+        self.ec = EmbeddingCollection(configs, device=torch.device("meta"))
+        apply_optimizer_in_backward(RowWiseAdagrad, self.ec.parameters(), {"lr": 0.1, "eps": 1e-3})
+        self.top = nn.Linear(dim * len(FEATURES), 1)
+
+    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
+        """Return the loss: the square of the output's distance to 1."""
+        found, samples = self.ec(batch), batch.stride()
+        means = [found[name].values().unflatten(0, (samples, -1)).mean(1) for name in FEATURES]
+        return (self.top(torch.cat(means, 1)) - 1).square().mean()
+
+
+class PowerLaw:
+    """Draws batches: the k-th most read row is read as often as k ** -exponent."""
+
+    def __init__(self, args: argparse.Namespace, exponent: float) -> None:
+        self._args = args
+        self._place = torch.randperm(args.rows, generator=torch.Generator().manual_seed(1))
+        self._below = (torch.arange(1, args.rows + 1, dtype=torch.float64) ** -exponent).cumsum(0)
+
+    def batches(self, number: int, seed: int) -> list[KeyedJaggedTensor]:
+        """Return so many batches of a rank."""
+        generator, args = torch.Generator().manual_seed(seed), self._args
+        bags, made = args.batch_size * len(FEATURES), []
+        for _ in range(number):
+            at = torch.rand(bags * args.lookups, generator=generator, dtype=torch.float64) * self._below[-1]
+            ids = self._place[torch.searchsorted(self._below, at).clamp_max(args.rows - 1)]
+            lengths = torch.full((bags,), args.lookups, dtype=torch.int32)
+            made.append(KeyedJaggedTensor(FEATURES, ids, lengths=lengths))
+        return made
+
+
+class SentBytes:
+    """Counts the bytes that a rank sends to others in collectives that Python calls."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        dist.all_to_all_single = self._counting(dist.all_to_all_single, self._all_to_all)
+        dist.all_reduce = self._counting(dist.all_reduce, self._all_reduce)
+
+    def _counting(self, call: Callable[..., Any], sent: Callable[..., float]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.total += sent(*args, **kwargs)
+            return call(*args, **kwargs)
+
+        return counted
+
+    def _all_to_all(self, output: Tensor, input: Tensor, *_: Any, **kwargs: Any) -> float:
+        splits = kwargs.get("input_split_sizes")
+        own = input.numel() / dist.get_world_size()
+        if splits:
+            own = input.numel() * splits[dist.get_rank()] / max(1, sum(splits))
+        return (input.numel() - own) * input.element_size()
+
+    def _all_reduce(self, tensor: Tensor, *_: Any, **kwargs: Any) -> float:
+        return 2 * tensor.numel() * tensor.element_size() * (1 - 1 / dist.get_world_size())  # a ring's
+
+
+class Contender:
+    """A sharded model in training."""
+
+    def __init__(self, name: str, args: argparse.Namespace, statistics: TableStatistics, node: Node) -> None:
+        rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
+        self.planner = DreamShardPlanner(
+            batch_size=args.batch_size,
+            statistics=statistics,
+            constraints={f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(len(FEATURES))},
+            hot_rows_bytes=int(rank_bytes * args.memory) if name == HOT else 0,
+            debug=False,
+        )
+        sharders = [EmbeddingCollectionSharder(use_index_dedup=name == DEDUP)]
+        model = SequenceModel(args.rows, args.dim)
+        self.model = DistributedModelParallel(model, device=node.device, planner=self.planner, sharders=sharders)
+        for value in self.model.state_dict().values():
+            for shard in getattr(value, "local_shards", list)():
+                shard.tensor.uniform_(-0.01, 0.01)
+        self.model.load_state_dict(self.model.state_dict())
+        parameters = [value for name, value in self.model.named_parameters() if name.startswith("top.")]
+        self._optimizer = torch.optim.SGD(parameters, lr=0.1)
+        self.blocks_ms: list[float] = []
+
+    def train(self, batches: list[KeyedJaggedTensor]) -> None:
+        """Train a block, timed by the slowest rank."""
+        dist.barrier()
+        start = time.perf_counter()
+        for batch in batches:
+            self._optimizer.zero_grad()
+            self.model(batch).backward()
+            self._optimizer.step()
+        block_ms = torch.tensor((time.perf_counter() - start) * 1e3 / len(batches))
+        dist.all_reduce(block_ms, op=dist.ReduceOp.MAX)
+        self.blocks_ms.append(float(block_ms))
+
+
+def measured(args: argparse.Namespace, exponent: float, node: Node, sent: SentBytes) -> dict[str, Any]:
+    """Train all contenders on reads by one power law."""
+    law = PowerLaw(args, exponent)
+    statistics = TableStatistics.from_batches(law.batches(COUNTED, seed=100 + node.rank)).all_gather()
+    batches, order = law.batches(BATCHES, seed=node.rank), random.Random(0)
+    contenders = {name: Contender(name, args, statistics, node) for name in (ROW_WISE, DEDUP, HOT)}
+    bytes_sent: dict[str, float] = {}
+    for name, contender in contenders.items():
+        contender.train(batches[:1])
+        before = sent.total
+        contender.train(batches)
+        mean = torch.tensor((sent.total - before) / len(batches), dtype=torch.float64)
+        dist.all_reduce(mean)
+        bytes_sent[name] = float(mean) / node.world_size
+        contender.blocks_ms.clear()
+    for _ in range(args.rounds):
+        for name in order.sample(sorted(contenders), len(contenders)):
+            contenders[name].train(batches)
+    if node.rank:
+        return {}
+    notes = contenders[HOT].planner.report().notes
+    predicted = next(note.figures for note in notes if note.code == "hot_rows")
+    rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
+    base = np.array(contenders[ROW_WISE].blocks_ms)
+    return {
+        "exponent": exponent,
+        "hot_rows": predicted["hot_rows"],
+        "memory_share": predicted["memory_bytes"] / rank_bytes,
+        "sent_bytes": bytes_sent,
+        "sent_over_row_wise": {name: sent / bytes_sent[ROW_WISE] for name, sent in bytes_sent.items()},
+        "predicted": predicted,
+        "predicted_over_counted_bytes": {
+            ROW_WISE: predicted["before_bytes"] / bytes_sent[ROW_WISE],
+            HOT: predicted["after_bytes"] / bytes_sent[HOT],
+        },
+        "step_ms": {name: float(np.median(one.blocks_ms)) for name, one in contenders.items()},
+        "step_over_row_wise": {
+            name: interval(lambda at, one=one: np.median(np.array(one.blocks_ms)[at] / base[at], 1), len(base))
+            for name, one in contenders.items()
+        },
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of a table")
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=256, help="of a rank")
+    parser.add_argument("--lookups", type=int, default=200, help="of a sample, by each table")
+    parser.add_argument("--memory", type=float, default=0.05, help="most memory for hot rows, over a rank's tables")
+    parser.add_argument("--exponents", default="1.05,0.8,0", help="of the power laws; 0: all rows alike")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--record", type=Path, help="add lines to this file")
+    args = parser.parse_args()
+    quiet()
+    dedup_on_cpu()
+    with cpu_rank() as node:
+        sent = SentBytes()
+        for exponent in map(float, args.exponents.split(",")):
+            told = measured(args, exponent, node, sent)
+            if node.rank == 0:
+                print(json.dumps(told, indent=1), flush=True)
+                if args.record:
+                    append(args.record, provenance(node.device) | told)
+
+
+if __name__ == "__main__":
+    main()
