@@ -181,10 +181,7 @@ def measured(args: argparse.Namespace, exponent: float, node: Node, sent: SentBy
         "sent_bytes": bytes_sent,
         "sent_over_row_wise": {name: sent / bytes_sent[ROW_WISE] for name, sent in bytes_sent.items()},
         "predicted": predicted,
-        "predicted_over_counted_bytes": {
-            ROW_WISE: predicted["before_bytes"] / bytes_sent[ROW_WISE],
-            HOT: predicted["after_bytes"] / bytes_sent[HOT],
-        },
+        "predicted_over_counted_bytes": predicted["after_bytes"] / bytes_sent[HOT] if predicted["hot_rows"] else None,
         "step_ms": {name: float(np.median(one.blocks_ms)) for name, one in contenders.items()},
         "step_over_row_wise": {
             name: interval(lambda at, one=one: np.median(np.array(one.blocks_ms)[at] / base[at], 1), len(base))

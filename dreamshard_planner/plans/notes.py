@@ -22,6 +22,7 @@ CODES = {
     "placement_rule": "where it put tables",
     "beyond_exact_training": "what exact training leaves out",
     "hot_rows": "rows of sequence tables that every rank holds",
+    "index_dedup": "what TorchRec's index dedup would gain",
     "forced_out": "exact training keeps tables out of device memory",
     "training": "trains differently",
     "unused": "named, and not in the model; or in the model, and not in the plan",

@@ -21,6 +21,7 @@ from torchrec.distributed.planner.types import (
 
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
+from dreamshard_planner.hot_rows.index_dedup import dedup_notes
 from dreamshard_planner.planning.baseline import BaselineFallback, Signatures, signatures
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.result import PlanResult, SearchRecord
@@ -211,6 +212,7 @@ class SearchLoop:
             notes.append(self._fallback.note)
         if self.hot_rows is not None:
             notes += self.hot_rows.notes()
+        notes += dedup_notes(self.model, plan)
         now = signatures(plan)
         is_changed = ours is not None and now != self._placed
         if is_changed:
