@@ -16,7 +16,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
-from dreamshard_planner.workload.id_histogram import MAX_ID, IdHistogram
+from dreamshard_planner.workload.ids import MAX_ID, IdHistogram
 from tests.ambient_states import STATES
 from tests.mixed_models import MixedCase, random_case
 

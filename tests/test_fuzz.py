@@ -10,6 +10,7 @@ import io
 import json
 import math
 import resource
+import shutil
 import signal
 import struct
 import warnings
@@ -50,8 +51,8 @@ from dreamshard_planner.checkpoints.choice import SHIPPED
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.collectives import MeasuredCollectives
-from dreamshard_planner.workload.id_histogram import IdHistogram
-from dreamshard_planner.workload.pools import load_tables, named_pool, save_tables
+from dreamshard_planner.offline.table_list import read_table_list
+from dreamshard_planner.workload.ids import IdHistogram
 from tests.ambient_states import STATES
 from tests.cost.test_dataset import HARDWARE, REFERENCE_NR2, SAMPLES_NR2, SETS
 from tests.mixed_models import MixedCase
@@ -158,7 +159,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one good file of each kind of JSON."""
     made = tmp_path_factory.mktemp("files")
     STATISTICS.to_json(made / "statistics.json")
-    save_tables(made / "tables.json", named_pool("merlin_tiny")[:3])
+    shutil.copy(Path(__file__).parents[1] / "examples" / "tables.json", made)
     (made / "collectives.json").write_text(json.dumps(asdict(COLLECTIVES)))
     planner = small_planner()
     planner.plan(small_model(), SHARDERS)
@@ -168,7 +169,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 JSON_FILES: dict[str, tuple[type[DreamShardError], Callable[[Path], Any]]] = {
     "statistics": (StatisticsError, TableStatistics.from_json),
-    "tables": (TaskError, load_tables),
+    "tables": (TaskError, read_table_list),
     "collectives": (DreamShardError, MeasuredCollectives.load),
     "plan": (PlanError, SavedPlan.load),
 }

@@ -261,7 +261,7 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
     from dreamshard_planner.observing import observation
     from dreamshard_planner.offline import table_list
     from dreamshard_planner.plans import plan_file
-    from dreamshard_planner.workload import pools, statistics
+    from dreamshard_planner.workload import statistics
 
     files = observation.files_of(path)
     document = read_json(files[0], DreamShardError)
@@ -286,7 +286,7 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
         found = statistics.TableStatistics.from_json(path)
         factors = {name: feature.pooling_factor for name, feature in found.items()}
         return "statistics", {"features": len(found), "pooling_factors": factors}
-    if schema in (table_list.SCHEMA, pools.TABLES_SCHEMA):
+    if schema == table_list.SCHEMA:
         specs = table_list.read_table_list(path)
         return "tables", {
             "tables": len(specs),

@@ -151,7 +151,7 @@ class _Rated:
 def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_bytes: int) -> HotRowsChoice:
     """Choose hot rows for the sequence tables of a plan.
 
-    Only tables with counted ids (:class:`~dreamshard_planner.workload.hot_ids.HotIds`), a row_wise option and an
+    Only tables with counted ids (:class:`~dreamshard_planner.workload.ids.HotIds`), a row_wise option and an
     optimizer that replicas can follow may have hot rows.
 
     Args:

@@ -66,10 +66,9 @@ class OfflineModel:
                 sharding_types=None if spec.sharding_types is None else list(spec.sharding_types),
                 compute_kernels=None if spec.compute_kernels is None else list(spec.compute_kernels),
                 min_partition=spec.min_partition,
-                cache_params=spec.cache,
             )
             for spec in specs
-            if any((spec.sharding_types, spec.compute_kernels, spec.min_partition, spec.cache))
+            if any((spec.sharding_types, spec.compute_kernels, spec.min_partition))
         }
         told = _told(specs, name)
         model = cls.of_modules(of_kinds, constraints, TableStatistics(told) if told else None, name)

@@ -12,17 +12,15 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import nn
 from torchrec.distributed.planner.constants import POOLING_FACTOR
-from torchrec.distributed.types import CacheParams
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.errors import StatisticsError, TaskError
-from dreamshard_planner.search_space.kernels import FUSED, KERNELS
+from dreamshard_planner.search_space.kernels import KERNELS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json
 from dreamshard_planner.support.formatting import nearest
-from dreamshard_planner.workload.pools import TABLES_SCHEMA, load_tables
-from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table, costed_optimizer
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
 
 SCHEMA = "dreamshard_planner.table_list/1"
 OPTIMIZERS = {
@@ -31,8 +29,6 @@ OPTIMIZERS = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adam": torch.optim.Adam,
 }
-WEIGHTS: dict[float, Literal["fp32", "fp16"]] = {4: "fp32", 2: "fp16"}
-"""Data types of a pool's weights, by their bytes."""
 MAX_WEIGHTS, MAX_DIM = 2**53, 2**20
 """Bounds of a table."""
 LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.serves)
@@ -89,35 +85,16 @@ class TableSpec(_Declared):
 
     features: Mapping[str, FeatureStatistics | None]
     """Statistics of its features by name; None if unknown."""
-    cache: CacheParams | None = None
-    """Cache parameters of a pool's table."""
 
     @classmethod
     def of_table(cls, table: Table) -> TableSpec:
-        """Convert a table of a pool; several features are numbered. TaskError if no list can express it."""
+        """Convert a table of a named pool; several features are numbered."""
         several = len(table.features) > 1
-        if table.served or table.weight_bytes not in WEIGHTS:
-            raise TaskError(
-                f"table {table.name!r}: lists have tables that are trained, of {', '.join(WEIGHTS.values())} weights; "
-                f"this one's take {table.weight_bytes:g} bytes{' and are only served' * table.served}"
-            )
-        if table.output_share != 1:
-            raise TaskError(
-                f"table {table.name!r}: lists have tables with one pooled vector per sample and feature; this one's "
-                f"output_share is {table.output_share:g}"
-            )
-        kernel = next(name for name, kernel in KERNELS.items() if kernel.memory == table.memory)
         return cls(
             name=table.name,
             num_embeddings=table.rows,
             embedding_dim=table.dim,
             features={f"{table.name}_{i}" if several else table.name: f for i, f in enumerate(table.features)},
-            pooling="sum" if table.pooled else "none",
-            data_type=WEIGHTS[table.weight_bytes],
-            weighted=table.weighted,
-            optimizer=table.optimizer if table.optimizer in OPTIMIZERS else "rowwise_adagrad",
-            compute_kernels=None if kernel == FUSED else (kernel,),
-            cache=_cache(table),
         )
 
     def table(self, statistics: Mapping[str, FeatureStatistics]) -> Table:
@@ -131,16 +108,6 @@ class TableSpec(_Declared):
             ),
             optimizer=costed_optimizer(self.optimizer),
         )
-
-
-def _cache(table: Table) -> CacheParams | None:
-    """Return the cache of a pool's table; None without one, or for the default, whose size is planned."""
-    sized = table.cache_load_factor != CACHE_LOAD_FACTOR
-    if table.memory != "uvm_caching" or not (sized or table.prefetched):
-        return None
-    return CacheParams(
-        load_factor=table.cache_load_factor if sized else None, prefetch_pipeline=table.prefetched or None
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,15 +152,13 @@ class _TableList:
 
 
 def read_table_list(path: str | Path) -> list[TableSpec]:
-    """Read a JSON list of tables, or a pool of :func:`~dreamshard_planner.workload.pools.save_tables`.
+    """Read a JSON list of tables.
 
     Raises:
         TaskError: names the file, the table and the mistake.
     """
     document = read_json(path, TaskError)
     schema = document.get("schema") if isinstance(document, dict) else None
-    if schema == TABLES_SCHEMA:
-        return [TableSpec.of_table(table) for table in load_tables(path)]
     if schema != SCHEMA:
         raise TaskError(
             f'{path}: no list of tables: it must be an object {{"schema": "{SCHEMA}", "tables": [...]}}, got '

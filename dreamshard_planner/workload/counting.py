@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.workload.hot_ids import HotCounts
-from dreamshard_planner.workload.id_histogram import IdHistogram, merge
+from dreamshard_planner.workload.ids import HotCounts, IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts, mean_reuse
 from dreamshard_planner.workload.tables import FeatureStatistics
 

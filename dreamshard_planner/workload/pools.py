@@ -13,7 +13,7 @@ import math
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.support.documents import parsed
-from dreamshard_planner.support.files import check_readable, read_json, write_whole
+from dreamshard_planner.support.files import check_readable
 from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse, reuse_histogram
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
@@ -32,7 +31,6 @@ META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Dims that production models use, drawn uniformly; the real ones are not published."""
 META_MAX_ROWS = 10_000_000
 """Most rows of a table, unless a batch reads more."""
-TABLES_SCHEMA = "dreamshard_planner.tables/1"
 MERLIN_MODELS = ("tiny", "small", "medium", "large", "jumbo", "colossal")
 EMBARK_MODELS = ("t180", "t200", "t510", "t7")
 
@@ -182,17 +180,15 @@ POOLS: dict[str, Callable[[], list[Table]]] = {
 
 
 def named_pool(name: str) -> list[Table]:
-    """Load a pool by name, or from a file: ``.json`` of :func:`save_tables`, ``.pt`` or ``.pt.gz`` of dlrm_datasets.
+    """Load a pool by name, or from a ``.pt`` or ``.pt.gz`` file of dlrm_datasets.
 
     Raises:
         TaskError: the name is unknown, or the file cannot be read as its kind.
     """
-    if name.endswith(".json"):
-        return load_tables(name)
     if name.endswith((".pt", ".pt.gz")):
         return load_dlrm_dataset(name)
     if name not in POOLS:
-        raise TaskError(f"unknown table pool {name!r}; known are {', '.join(POOLS)}, and .json, .pt or .pt.gz files")
+        raise TaskError(f"unknown table pool {name!r}; known are {', '.join(POOLS)}, and .pt or .pt.gz files")
     return POOLS[name]()
 
 
@@ -201,30 +197,6 @@ def split_tables(tables: Sequence[Table], seed: int) -> tuple[list[Table], list[
     order = torch.randperm(len(tables), generator=torch.Generator().manual_seed(seed)).tolist()
     cut = round(len(tables) / 2)
     return [tables[index] for index in sorted(order[:cut])], [tables[index] for index in sorted(order[cut:])]
-
-
-MAX_ROWS = 2**53
-"""Most rows, dim or bytes per weight of a table in a file."""
-
-
-def save_tables(path: str | Path, tables: Sequence[Table]) -> None:
-    """Write a JSON file that :func:`load_tables` reads without loss."""
-    document = {"schema": TABLES_SCHEMA, "tables": [asdict(table) for table in tables]}
-    write_whole(path, json.dumps(document, indent=1))
-
-
-def load_tables(path: str | Path) -> list[Table]:
-    """Load a pool of a user; TaskError names the file, the table and the mistake."""
-    document = read_json(path, TaskError)
-    if not isinstance(document, dict) or document.get("schema") != TABLES_SCHEMA:
-        raise TaskError(f"{path}: not a file of tables of schema {TABLES_SCHEMA!r}")
-    tables = parsed(dict[str, list[Table]], {"tables": document.get("tables")}, path, TaskError)["tables"]
-    for table in tables:
-        if max(table.rows, table.dim, table.weight_bytes) > MAX_ROWS:
-            raise TaskError(f"{path}: table {table.name!r}: rows, dim and weight_bytes must be up to {MAX_ROWS}")
-    if len({table.name for table in tables}) < len(tables):
-        raise TaskError(f"{path}: table names must differ")
-    return tables
 
 
 def load_dlrm_dataset(path: str | Path) -> list[Table]:

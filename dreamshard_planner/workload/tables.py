@@ -10,15 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
-from typing import Annotated, ClassVar, NamedTuple
-
-from pydantic import BeforeValidator
+from typing import ClassVar, NamedTuple
 
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.support.documents import STRICT
 from dreamshard_planner.support.files import brief
-from dreamshard_planner.workload.hot_ids import HotIds, hot_of_document
-from dreamshard_planner.workload.id_histogram import IdHistogram, merge, of_document
+from dreamshard_planner.workload.ids import HotIds, IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 
 
@@ -93,7 +90,7 @@ class FeatureStatistics:
     distinct_rows: float | None = None
     """Distinct rows per batch. None: derived from lookups and histogram, a few percent off."""
 
-    ids: Annotated[IdHistogram | None, BeforeValidator(of_document)] = None
+    ids: IdHistogram | None = None
     """Shares of lookups and distinct rows over the table's range of ids. None: even."""
 
     batches: int = field(default=1, compare=False)
@@ -102,7 +99,7 @@ class FeatureStatistics:
     weighted: bool = False
     """True if batches carry weights of lookups, even if the module asks for none."""
 
-    hot: Annotated[HotIds | None, BeforeValidator(hot_of_document)] = None
+    hot: HotIds | None = None
     """Ids that a batch reads most. None: unknown."""
 
     def __post_init__(self) -> None:

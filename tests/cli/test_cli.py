@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve
 from dreamshard_planner.cli import app, costs, diagnosis
-from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
+from dreamshard_planner.cost.collectives import OPERATIONS, REVISION, CollectiveFit
 from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import predict_ms
@@ -192,6 +192,7 @@ def test_calibration_keeps_measured_collectives(same: bool, trained: Path, tmp_p
     name = describe_hardware("cpu", 1)["name"] if same else "another processor"
     start.metadata["collectives"] = {
         "backend": "gloo",
+        "revision": REVISION,
         "world_size": 2,
         "hardware": {"device": "cpu", "name": name},
         "fits": {operation: asdict(CollectiveFit(0.1, 1e6, 1e6, 0.1)) for operation in OPERATIONS},

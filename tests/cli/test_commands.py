@@ -29,7 +29,7 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.workload.id_histogram import IdHistogram
+from dreamshard_planner.workload.ids import IdHistogram
 from dreamshard_planner.workload.tables import Table, Workload
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")

@@ -19,7 +19,7 @@ from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import draw_sets
 from dreamshard_planner.support.files import open_locked
-from dreamshard_planner.workload.id_histogram import IdHistogram
+from dreamshard_planner.workload.ids import IdHistogram
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from tests.faults import ended, start, wait_for
 

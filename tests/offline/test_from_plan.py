@@ -42,8 +42,7 @@ from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec
 from dreamshard_planner.planning.plan_inputs import topology_inputs
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.stale import machine_differences, stale_differences
-from dreamshard_planner.workload.hot_ids import HotIds
-from dreamshard_planner.workload.id_histogram import IdHistogram
+from dreamshard_planner.workload.ids import HotIds, IdHistogram
 from tests.cli.test_commands import run
 
 META = torch.device("meta")

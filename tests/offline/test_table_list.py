@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatisti
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.jobs import Job, OfflineModel, read_model
 from dreamshard_planner.offline.table_list import SCHEMA, read_table_list
-from dreamshard_planner.workload.pools import merlin, save_tables
-from dreamshard_planner.workload.tables import Table
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
 
@@ -47,28 +44,11 @@ def test_the_example_becomes_collections_with_statistics_constraints_and_optimiz
     assert str(weights["pooled.embedding_bags.city.weight"].dtype) == "torch.float16"
 
 
-def test_pools_in_files_are_lists_of_tables_too(tmp_path: Path) -> None:
-    tables = merlin("tiny")
-    save_tables(tmp_path / "pool.json", tables)
-    model = read_model(str(tmp_path / "pool.json"))
-    assert len(model.module.pooled.embedding_bag_configs()) == len(tables) == 55
+def test_pools_are_lists_of_tables_too() -> None:
+    model = read_model("merlin_tiny")
+    assert len(model.module.pooled.embedding_bag_configs()) == 55
     shared = [spec for spec in model.specs if len(spec.features) == 2]
     assert shared and list(shared[0].features) == [f"{shared[0].name}_0", f"{shared[0].name}_1"]
-
-
-def test_caches_of_pools_are_planned_as_they_are_and_other_poolings_are_refused(tmp_path: Path) -> None:
-    plain = [Table(f"t{i}", 100_000, 32, (FeatureStatistics(5.0),), memory="uvm_caching") for i in range(4)]
-
-    def total_ms(**changes: Any) -> float:
-        save_tables(tmp_path / "pool.json", [replace(table, **changes) for table in plain])
-        model = read_model(str(tmp_path / "pool.json"))
-        settings = {"effort": "quick"}
-        job = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=512, settings=settings)
-        return job.plan().report.chosen.total_ms
-
-    assert total_ms() > total_ms(cache_load_factor=0.9) and total_ms() > total_ms(prefetched=True)
-    with pytest.raises(TaskError, match=r"'t0'.*output_share is 0.5"):
-        total_ms(output_share=0.5)
 
 
 def test_statistics_of_data_stand_above_the_list(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from small_models import SHARDERS, collection, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, SavedPlan, TableStatistics
-from dreamshard_planner.workload.id_histogram import IdHistogram
+from dreamshard_planner.workload.ids import IdHistogram
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

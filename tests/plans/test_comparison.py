@@ -25,7 +25,7 @@ from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
 from dreamshard_planner.plans.comparison import names_that_keep_most, renamed
 from dreamshard_planner.plans.plan_file import ShardPlace
-from dreamshard_planner.workload.id_histogram import IdHistogram
+from dreamshard_planner.workload.ids import IdHistogram
 from tests.cli.test_commands import run
 
 ROWS, DIM, TABLES = 100_000, 64, 4

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Pools drawn for real, and a user's own tables.
+"""Pools drawn for real.
 
 Shapes: T tables, K = 17 reuse bins.
 """
@@ -17,14 +17,11 @@ from dreamshard_planner import TaskError
 from dreamshard_planner.measure.kernels import draw_indices
 from dreamshard_planner.workload.pools import (
     load_dlrm_dataset,
-    load_tables,
     mlperf_dlrm_dcnv2,
     named_pool,
-    save_tables,
     split_tables,
 )
 from dreamshard_planner.workload.reuse import bin_mean_reuse, mean_reuse, reuse_histogram
-from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 DATA = resources.files("dreamshard_planner.workload") / "data"
 
@@ -84,45 +81,6 @@ def test_meta_like_pools_match_the_published_statistics(year: int, pooling: floa
         again, distinct = reuse_histogram(drawn)
         assert (again - torch.tensor(feature.reuse_histogram)).abs().max() < 0.03
         assert distinct == pytest.approx(lookups / float(mean_reuse(torch.tensor([feature.reuse_histogram]))), rel=0.02)
-
-
-def test_tables_survive_a_file(tmp_path) -> None:
-    path = tmp_path / "tables.json"
-    features = (FeatureStatistics(1 / 3), FeatureStatistics(2.0, (0.5, 0.5) + (0.0,) * 15, 64))
-    tables = [Table("a", 10, 4, features, weight_bytes=2, optimizer="rowwise_adagrad"), *named_pool("merlin_tiny")]
-    save_tables(path, tables)
-    assert load_tables(path) == tables
-
-
-@pytest.mark.parametrize(
-    "change, reason",
-    [
-        (lambda tables: tables[0].update(rows=0), r"tables\.0: table 'a': rows and dim .* got 0 x 4"),
-        (lambda tables: tables[0].update(colour="red"), "'tables.0.colour'"),
-        (lambda tables: tables[0].pop("features"), "tables.0: lacks 'features'"),
-        (lambda tables: tables[0]["features"][0].update(pooling_factor=-1), "tables.0.features.0: pooling factor.*-1"),
-        (lambda tables: tables.append(tables[0]), "names must differ"),
-        (lambda tables: tables.append(7), "tables.1: .*got 7"),
-    ],
-)
-def test_files_of_impossible_tables_are_refused(tmp_path, change, reason: str) -> None:
-    path = tmp_path / "tables.json"
-    save_tables(path, [Table("a", 10, 4, (FeatureStatistics(1.0),))])
-    document = json.loads(path.read_text())
-    change(document["tables"])
-    path.write_text(json.dumps(document))
-    with pytest.raises(TaskError, match=f"tables.json: .*{reason}"):
-        load_tables(path)
-
-
-def test_other_files_are_refused(tmp_path) -> None:
-    path = tmp_path / "tables.json"
-    for text, reason in (("[]", "schema"), ('{"schema"', "truncated")):
-        path.write_text(text)
-        with pytest.raises(TaskError, match=f"tables.json.*{reason}"):
-            load_tables(path)
-    with pytest.raises(TaskError, match="gone.json: no such file"):
-        load_tables(tmp_path / "gone.json")
 
 
 def dlrm_dataset() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Lookups over the range of ids, and the workloads of blocks of rows.
+"""Lookups over the range of ids, the workloads of blocks of rows, and the ids read most.
 
 Shapes: R rows, N indices, B blocks.
 """
@@ -7,6 +7,7 @@ Shapes: R rows, N indices, B blocks.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
-from dreamshard_planner.workload.id_histogram import IdHistogram, merge
-from dreamshard_planner.workload.pools import load_tables, save_tables
+from dreamshard_planner.workload.ids import LEAST_READS, MOST_IDS, HotCounts, HotIds, IdHistogram, merge
 from dreamshard_planner.workload.reuse import mean_reuse
 from dreamshard_planner.workload.tables import Table, workloads_of
 
@@ -167,48 +167,26 @@ def test_histograms_in_files(tmp_path) -> None:
     path = tmp_path / "statistics.json"
     statistics.to_json(path)
     assert dict(TableStatistics.from_json(path)) == dict(statistics)
-    tables = [Table("t", ROWS, 16, (statistics["f"], FeatureStatistics(1.0)))]
-    save_tables(path, tables)
-    assert load_tables(path) == tables
-
-
-GOOD = list(range(257))
-
-
-def with_ids(path: Path, ids: object) -> Path:
-    """A file of statistics with these ids of its feature ``a``."""
-    TableStatistics({"a": FeatureStatistics(1.0, None, 4)}).to_json(path)
-    document = json.loads(path.read_text())
-    document["features"]["a"]["ids"] = ids
-    path.write_text(json.dumps(document))
-    return path
-
-
-def test_quantiles_of_earlier_files_are_read(tmp_path: Path) -> None:
-    """Half of the lookups are of id 3."""
-    quantiles = {"lookups": [0] + [4] * 128 + [4 + 8 * k for k in range(128)], "distinct": GOOD}
-    ids = TableStatistics.from_json(with_ids(tmp_path / "s.json", quantiles))["a"].ids
-    assert ids.end == 1020 and ids.shares(0, 16) == pytest.approx((0.5 + 1.5 / 256, 16 / 256), abs=1 / 256)
-    assert ids.shares(256, 1020) == pytest.approx((0.5 - 31.5 / 256, 0.0), abs=1 / 256)
 
 
 @pytest.mark.parametrize(
     ("ids", "reason"),
     [
-        ({"lookups": GOOD, "distinct": GOOD[::-1]}, "quantiles of distinct must be ids that ascend"),
-        ({"lookups": [-1, *GOOD[1:]], "distinct": GOOD}, "must be ids that ascend from 0"),
-        ({"lookups": [0.5, *GOOD[1:]], "distinct": GOOD}, "quantiles of lookups must be ids"),
-        ({"lookups": GOOD}, "lacks 'end'"),
+        ({"lookups": [1.0], "distinct": [1.0]}, "lacks 'end'"),
         ({"end": 2, "lookups": [1.0], "distinct": [0.5, 0.5]}, "ids up to 2 have 2 shares of lookups, got 1"),
         ({"end": 2, "lookups": [0.5, 0.5], "distinct": [0.5, -0.5]}, "distinct by id must be 0 or more and sum to 1"),
         ({"end": 2, "lookups": [0.5, 0.2], "distinct": [0.5, 0.5]}, "lookups by id must be 0 or more and sum to 1"),
         ({"end": 0, "lookups": [], "distinct": []}, "ids must end between 1 and 2.53, got 0"),
-        (GOOD, "must be an object, got"),
+        ([0.5, 0.5], "must be an object, got"),
     ],
 )
 def test_damaged_histograms_name_their_feature(tmp_path: Path, ids: object, reason: str) -> None:
+    TableStatistics({"a": FeatureStatistics(1.0, None, 4)}).to_json(path := tmp_path / "statistics.json")
+    document = json.loads(path.read_text())
+    document["features"]["a"]["ids"] = ids
+    path.write_text(json.dumps(document))
     with pytest.raises(StatisticsError, match=f"features.a.ids.*{reason}"):
-        TableStatistics.from_json(with_ids(tmp_path / "statistics.json", ids))
+        TableStatistics.from_json(path)
 
 
 def collection(rows: int, tables: int = 1) -> EmbeddingBagCollection:
@@ -277,3 +255,61 @@ def test_managed_collisions_hide_the_rows() -> None:
     made.plan(model, [ManagedCollisionEmbeddingBagCollectionSharder()])
     assert made.report().sharding_types == {"row_wise": 1}
     assert any("managed collisions" in note.text for note in made.report().notes)
+
+
+HOT_READS = {7: 40, 1_000_000: 20, 3: 10, 90: 2}
+
+
+def _batch(step: int, samples: int = 64) -> KeyedJaggedTensor:
+    """Every batch reads the hot ids as often as they say, and each other id once."""
+    hot = [id for id, reads in HOT_READS.items() for _ in range(reads)]
+    other = torch.arange(1000) + 2_000_000 + 1000 * step
+    ids = torch.cat([torch.tensor(hot), other])
+    lengths = torch.zeros(samples, dtype=torch.int64)
+    lengths[0] = len(ids)
+    return KeyedJaggedTensor(["f"], ids, lengths=lengths)
+
+
+def test_hot_ids_are_counted_exactly() -> None:
+    statistics = TableStatistics.from_batches(_batch(step) for step in range(5))
+    hot = statistics["f"].hot
+    assert hot is not None
+    assert dict(zip(hot.ids, hot.reads, strict=True)) == HOT_READS
+    assert list(hot.ids) == sorted(hot.ids)
+
+
+def test_parts_merge_to_the_count_of_the_whole(tmp_path: Path) -> None:
+    """Statistics of ranks or days merge, also from files."""
+    parts = [TableStatistics.from_batches(map(_batch, steps)) for steps in (range(3), range(3, 5))]
+    parts[0].to_json(tmp_path / "part.json")
+    merged = TableStatistics.merge([TableStatistics.from_json(tmp_path / "part.json"), parts[1]])
+    assert merged["f"].hot == TableStatistics.from_batches(map(_batch, range(5)))["f"].hot
+    unknown = replace(parts[1]["f"], hot=None)
+    assert TableStatistics.merge([parts[0], TableStatistics({"f": unknown})])["f"].hot is None
+
+
+def test_memory_is_bounded() -> None:
+    """Ten times as many ids as fit pass by; those read in each batch stay."""
+    counts, hot_R = HotCounts(), torch.tensor([5, 6])
+    for step in range(20):
+        id_R = torch.cat([hot_R, 10 + step * MOST_IDS + torch.arange(MOST_IDS)])
+        counts.add(id_R, torch.ones(len(id_R), dtype=torch.int64))
+        assert len(counts._id_R) <= 3 * MOST_IDS
+    found = counts.statistics(batches=20)
+    assert found == HotIds((5, 6), (1.0, 1.0)) and LEAST_READS > 1 / 20
+
+
+def test_hashes_have_no_hot_ids() -> None:
+    hashes = KeyedJaggedTensor(["f"], torch.tensor([-5, -5, 2**60]), lengths=torch.tensor([3]))
+    assert TableStatistics.from_batches(hashes)["f"].hot is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "reads", "named"),
+    [((3, 3), (1.0, 1.0), "each given once"), ((-1,), (1.0,), "from 0"), ((1,), (0.0,), "above 0"), ((1,), (), "one")],
+)
+def test_impossible_hot_ids_are_refused(ids: tuple[int, ...], reads: tuple[float, ...], named: str) -> None:
+    with pytest.raises(StatisticsError, match=named):
+        HotIds(ids, reads)
+    with pytest.raises(StatisticsError, match="batch_size"):
+        FeatureStatistics(1.0, hot=HotIds((1,), (1.0,)))

@@ -1,9 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Histograms over the range of ids: lookups and distinct rows of each block of rows.
+"""Ids that batches read: histograms over their range, and those read most, in bounded memory.
 
 Row-wise sharding cuts a table into contiguous blocks. With ids sorted by frequency, the first block has all hot rows.
 
-Shapes: P = 64 parts, 2 (lookups, distinct rows).
+Shapes: P = 64 parts, 2 (lookups, distinct rows), R distinct ids, ascending.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +23,10 @@ PARTS = 64
 """Most parts of the range of ids. Their width is a power of two, so that histograms add up exactly."""
 MAX_ID = 2**53
 """Ids from here on are hashes, whose rows are unknown."""
+LEAST_READS = 0.5
+"""Reads per batch of an id that is kept. A replica of a row pays if a rank's batch reads the row about once."""
+MOST_IDS = 2**16
+"""Most ids kept of a feature; a running count holds twice as many."""
 _RARE = 1e-9
 """Mean reads of a row per batch below which it is read once or never."""
 
@@ -133,22 +135,6 @@ def merge(parts: Sequence[IdHistogram], lookups: Sequence[float], distinct: Sequ
     return _of_amounts(end, amount_2P)
 
 
-def of_document(document: Any) -> Any:
-    """Return a file's histogram; earlier files have 257 quantiles of lookups and of distinct rows instead."""
-    if not isinstance(document, dict):
-        return document
-    if set(document) != {"lookups", "distinct"}:
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
-    for name, ids in document.items():
-        whole = isinstance(ids, list) and len(ids) > 1 and all(type(edge) is int for edge in ids)
-        if not whole or not 0 <= ids[0] < ids[-1] <= MAX_ID or any(low > high for low, high in pairwise(ids)):
-            raise ValueError(f"quantiles of {name} must be ids that ascend from 0 or more to less than 2^53")
-    end = max(ids[-1] for ids in document.values())
-    points = [*range(0, end, _width(end)), end]
-    below = {name: np.interp(points, ids, np.linspace(0, 1, len(ids))) for name, ids in document.items()}
-    return {"end": end, **{name: tuple(np.diff(shares).tolist()) for name, shares in below.items()}}
-
-
 def _of_amounts(end: int, amount_2P: Tensor) -> IdHistogram:
     share_2P = (amount_2P / amount_2P.sum(-1, keepdim=True))[:, : -(-end // _width(end))]
     return IdHistogram(end, *map(tuple, share_2P.tolist()))
@@ -157,3 +143,61 @@ def _of_amounts(end: int, amount_2P: Tensor) -> IdHistogram:
 def _width(end: int) -> int:
     """Ids of a part: the smallest power of two with which 64 parts reach ``end``."""
     return 1 << max(0, math.ceil(end / PARTS) - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class HotIds:
+    """Ids of a feature that a batch reads most.
+
+    Raises:
+        StatisticsError: ids do not ascend from 0, or reads are no positive numbers.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    ids: tuple[int, ...]
+    """Ascending."""
+    reads: tuple[float, ...]
+    """Mean reads of each id per batch."""
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.reads):
+            raise StatisticsError(f"hot ids need one number of reads each, got {len(self.reads)} for {len(self.ids)}")
+        ids = torch.tensor(self.ids, dtype=torch.int64)
+        if len(ids) and (int(ids[0]) < 0 or bool((ids.diff() <= 0).any())):
+            raise StatisticsError("hot ids must ascend from 0 or more, each given once")
+        if not all(0 < reads < math.inf for reads in self.reads):
+            raise StatisticsError("reads of hot ids must be numbers above 0")
+
+
+class HotCounts:
+    """Running reads of the ids that were read most.
+
+    When there are more than twice :data:`MOST_IDS` ids, those read least are dropped. An id that most batches read is
+    never among them.
+    """
+
+    def __init__(self) -> None:
+        self._id_R = torch.empty(0, dtype=torch.int64)
+        self._reads_R = torch.empty(0, dtype=torch.float64)
+
+    def add(self, id_R: Tensor, reads_R: Tensor) -> None:
+        """Add reads of distinct ids."""
+        self._id_R, place = torch.unique(torch.cat([self._id_R, id_R]), return_inverse=True)
+        reads = torch.cat([self._reads_R, reads_R.double()])
+        self._reads_R = torch.zeros(len(self._id_R), dtype=torch.float64).index_add_(0, place, reads)
+        if len(self._id_R) > 2 * MOST_IDS:
+            kept_R = self._reads_R.topk(MOST_IDS).indices.sort().values
+            self._id_R, self._reads_R = self._id_R[kept_R], self._reads_R[kept_R]
+
+    def add_statistics(self, hot: HotIds, batches: int) -> None:
+        """Add what some batches read."""
+        self.add(torch.tensor(hot.ids, dtype=torch.int64), torch.tensor(hot.reads, dtype=torch.float64) * batches)
+
+    def statistics(self, batches: int) -> HotIds:
+        """Return the ids that a batch reads :data:`LEAST_READS` times or more, at most :data:`MOST_IDS`."""
+        mean_R = self._reads_R / batches
+        kept_R = mean_R.topk(min(MOST_IDS, len(mean_R))).indices.sort().values
+        kept_R = kept_R[mean_R[kept_R] >= LEAST_READS]
+        # Five digits say all that a sample of batches tells.
+        reads = tuple(float(f"{reads:.5g}") for reads in mean_R[kept_R].tolist())
+        return HotIds(tuple(self._id_R[kept_R].tolist()), reads)
