@@ -23,7 +23,7 @@ CODES = {
     "beyond_exact_training": "what exact training leaves out",
     "hot_rows": "rows of sequence tables that every rank holds",
     "index_dedup": "what TorchRec's index dedup would gain",
-    "forced_out": "exact training keeps tables out of device memory",
+    "forced_out": "in older files: exact training keeps tables out of device memory",
     "training": "trains differently",
     "unused": "named, and not in the model; or in the model, and not in the plan",
     "callbacks": "changed the plan",

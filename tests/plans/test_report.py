@@ -31,7 +31,6 @@ from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import ReportEntry, TableEntry, verdict
 from dreamshard_planner.search import effort
-from tests.counted import counted
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -233,17 +232,6 @@ def test_the_verdict_names_the_bottleneck(rank_ms, collectives_ms, tables, said)
     assert text.startswith(said), text
     averaged = verdict(entry(rank_ms, collectives_ms), tables, (), averaging_ms=0.6 * (max(rank_ms) + collectives_ms))
     assert averaged.startswith("Bottleneck: averaging replicas, 60% of" if max(rank_ms) else said), averaged
-
-
-@pytest.mark.parametrize("batch_sizes", [None, [16]])
-def test_features_that_were_counted_in_smaller_batches_are_named(batch_sizes: list[int] | None) -> None:
-    parts = [counted({f"t{i}_f0": ([1] * n, range(n))}, n) for i, n in ((0, 64), (2, 16))]
-    made = planner(
-        statistics=TableStatistics.merge(parts), constraints={"t2": ParameterConstraints(batch_sizes=batch_sizes)}
-    )
-    made.plan(small_model(), SHARDERS)
-    told = [note.text for note in made.report().notes if "were counted in smaller batches" in note.text]
-    assert len(told) == (batch_sizes is None) and all("1 of them (t2_f0)" in text for text in told)
 
 
 def test_reports_begin_with_the_verdict_and_the_assumptions() -> None:
