@@ -136,7 +136,7 @@ def never_proposed() -> str:
 
 def states() -> str:
     """The table of rules.py."""
-    from dreamshard_planner.across_plans.layout import RULES
+    from dreamshard_planner.across_plans.reading import RULES
 
     rows = (
         f"| `{rule.name}` | {', '.join(map('`{}`'.format, rule.aliases)) or '-'} | {rule.join.value} | {rule.why} |"

@@ -20,7 +20,6 @@ from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner, ShardingGroups
-from dreamshard_planner.planning.baseline import LEAST_GAIN
 from dreamshard_planner.search_space.kernels import CACHING
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import (
@@ -33,6 +32,7 @@ from dreamshard_planner.search_space.sharding_types import (
     broken,
     inexact,
 )
+from dreamshard_planner.torchrec_components.loop import LEAST_GAIN
 from tests.mixed_models import MixedCase, expected_shards, mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")

@@ -19,30 +19,28 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from dreamshard_planner.across_plans.layout import (
+from dreamshard_planner.across_plans.reading import (
     STEP_COUNT,
+    BoundedReader,
+    FillingPlanner,
     KeyPath,
+    Read,
+    RefusedError,
     check_named,
+    check_row_blocks,
     is_dropped,
     is_named,
     needs_no_step_count,
+    overlaps,
     owner,
     paths,
+    read_bytes,
     remapped_table,
     saved_tables,
     state_of,
+    state_reads,
     table_names,
     tables_of,
-)
-from dreamshard_planner.across_plans.reading import (
-    BoundedReader,
-    FillingPlanner,
-    Read,
-    RefusedError,
-    check_row_blocks,
-    overlaps,
-    read_bytes,
-    state_reads,
 )
 from dreamshard_planner.errors import CheckpointError, DreamShardError
 from dreamshard_planner.hot_rows.replicas import read_after_load

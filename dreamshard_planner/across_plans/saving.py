@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dreamshard_planner.across_plans.layout import remapped_table
 from dreamshard_planner.across_plans.loading import users_error
-from dreamshard_planner.across_plans.reading import pieces
+from dreamshard_planner.across_plans.reading import pieces, remapped_table
 from dreamshard_planner.errors import FileError
 
 

@@ -22,12 +22,11 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner import __version__
 from dreamshard_planner.measure.hardware import library_versions
-from dreamshard_planner.planning.baseline import BaselineFallback
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.given_plans import GivenPlan, GivenPlans, check_room, shardings
 from dreamshard_planner.planning.plan_inputs import PlannerSettings, plan_inputs
-from dreamshard_planner.planning.plan_notes import assumptions, knows_lookups
+from dreamshard_planner.planning.plan_notes import assumptions
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
@@ -226,19 +225,6 @@ class ModelProblem:
         usable, rated = self.context.usable_options(self.search_space), self.rated(plan)
         notes = (*self.context.notes(rated.options), *self.assumptions(rated.options))
         return explain(self.context, self.left, rated, usable, notes, rank)
-
-    def fallback(
-        self, plan: Sequence[ShardingOption], theirs: Sequence[ShardingOption] | None
-    ) -> BaselineFallback | None:
-        """Return TorchRec's plan if the searched plan gains too little over it to be taken; else None."""
-        least = self.settings.least_gain
-        if least is None and (
-            self.settings.cost_source == "torchrec" or knows_lookups(self.context, plan, self.settings)
-        ):
-            least = 0.0
-        if theirs is None or least == 0.0:
-            return None
-        return BaselineFallback.of(self.rated(theirs), self.rated(plan), least)
 
     def mixed_exchanges(self, plan: Sequence[ShardingOption]) -> list[str]:
         """Return a text for every exchange in which ranks would send different types."""

@@ -14,10 +14,10 @@ import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.planning.baseline import BASELINE, torchrec_plan
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.model_problem import ModelProblem, libraries, planned_constraints
 from dreamshard_planner.planning.plan_notes import training_notes
+from dreamshard_planner.planning.search_plan import BASELINE, torchrec_plan
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report, ReportEntry

@@ -1,26 +1,30 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The searched plan: over all options of all tables, or for a proposal with one option of each."""
+"""The searched plan: over all options of all tables, or for a proposal with one option of each; and TorchRec's plan."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from operator import sub
 from typing import Any
 
 import torch
-from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
+from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import Chosen, Cost, Sharding
-from dreamshard_planner.planning.baseline import BASELINE, TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
+from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadline, SearchConfig
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadline, SearchConfig, portion
 from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search.starts import OptionTotals
@@ -35,6 +39,14 @@ QUICK = SearchConfig(starts=1, reshards=1, reshards_per_table=1, moves=100, last
 """A few steps of one descent."""
 WHOLE = "whole_tables"
 """Name of our plan of whole tables in reports."""
+BASELINE = "torchrec"
+"""Name of TorchRec's plan in reports."""
+MAX_PROPOSALS = 64
+SHARDS_PROPOSED = 200_000
+"""Tables x ranks x proposals to try, about a second; a count, so that plans repeat."""
+LEAST_PROPOSALS = 4
+SHARDS_OF_ONE = 2_000_000
+"""Tables x ranks from which on a single proposal is tried."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,105 @@ def wide_units_laid_down(cost: Cost) -> Chosen:
     if laid is None:
         raise infeasible_wide(cost.problem)
     return cost.chosen(laid)
+
+
+@dataclass(frozen=True)
+class TorchRecPlan:
+    """The best plan that TorchRec found."""
+
+    options: list[ShardingOption]
+    """One option for every table, with ranks."""
+    proposals: int
+    """Number of proposals tried."""
+    finished: bool
+    """True if the proposers had no further proposals."""
+
+    def notes(self) -> tuple[Note, ...]:
+        """Return the report's note on an unfinished search."""
+        text = f"TorchRec's plan is the best of its first {self.proposals} proposals"
+        return () if self.finished else (Note("search", text),)
+
+
+def torchrec_plan(
+    search_space: Sequence[ShardingOption],
+    topology: Topology,
+    estimate: Callable[[list[ShardingOption]], None],
+    effort: float = 1.0,
+) -> TorchRecPlan | None:
+    """Return the plan that TorchRec's planner would choose among the options; None if no proposal fits.
+
+    Args:
+        search_space: options with storage; not changed.
+        topology: with the memory that the storage reservation left.
+        estimate: sets TorchRec's perf on options.
+        effort: number of proposals, as a multiple of the default's.
+    """
+    space = [copy.deepcopy(option) for option in search_space]
+    estimate(space)
+    size = len({option.fqn for option in space}) * topology.world_size
+    least = LEAST_PROPOSALS if size < SHARDS_OF_ONE else 1
+    # Shared evenly by TorchRec's four proposers.
+    proposals = portion(max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size)), effort)
+    read: list[Any] = [_AsRead(option) for option in space]
+    best: tuple[float, list[ShardingOption]] | None = None
+    proposers = [
+        (GreedyProposer(), max),
+        (UniformProposer(), max),
+        (GreedyProposer(use_depth=False), sum),
+        (GridSearchProposer(), max),
+    ]
+    tried, finished = 0, True
+    rated: dict[tuple[int, ...], float | None] = {}
+    for index, (proposer, score) in enumerate(proposers):
+        limit = tried + -(-(proposals - tried) // (len(proposers) - index))
+        if tried == proposals:
+            finished = False
+            break
+        for one in read:
+            one.show_score(score)
+        proposer.load(search_space=read)
+        for one in read:
+            one.show_shards()
+        while proposal := proposer.propose():
+            if tried >= limit:
+                finished = False
+                break
+            # Proposals that another proposer has made already cost nothing, as in TorchRec's planner.
+            key = tuple(sorted(map(id, proposal)))
+            if key not in rated:
+                plan = [copy.deepcopy(one.option) for one in proposal]
+                rated[key] = rating = _rating(plan, topology)
+                tried += 1
+                if rating is not None and (best is None or rating < best[0]):
+                    best = rating, plan
+            rating = rated[key]
+            proposer.feedback(rating is not None, proposal, rating, topology)
+    return None if best is None else TorchRecPlan(best[1], tried, finished)
+
+
+class _AsRead:
+    """An option as TorchRec's proposers read it: one score when they load it, the storage of all shards afterwards."""
+
+    def __init__(self, option: ShardingOption) -> None:
+        self.option, self.fqn, self.sharding_type = option, option.fqn, option.sharding_type
+        self.shards: list[Shard] = []
+
+    def show_score(self, score: Callable[[Iterable[float]], float]) -> None:
+        """Show the largest or the sum of the shards' estimates, as one shard's."""
+        each_ms = (repeat(shard.perf.total, count) for shard, count in counted(self.option))
+        self.shards = [Shard([], [], perf=Perf(score(chain.from_iterable(each_ms)), 0, 0, 0))]
+
+    def show_shards(self) -> None:
+        """Show all shards, without ranks."""
+        self.shards = [*chain.from_iterable(repeat(shard, count) for shard, count in counted(self.option))]
+
+
+def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:
+    """Partition and rate a proposal; return None if it does not fit."""
+    try:
+        return NoopPerfModel(topology).rate(GreedyPerfPartitioner().partition(proposal, topology))
+    except PlannerError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.types import (
@@ -22,14 +23,15 @@ from torchrec.distributed.planner.types import (
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
 from dreamshard_planner.hot_rows.index_dedup import dedup_notes
-from dreamshard_planner.planning.baseline import BaselineFallback, Signatures, signatures
 from dreamshard_planner.planning.model_problem import ModelProblem
+from dreamshard_planner.planning.plan_notes import knows_lookups
 from dreamshard_planner.planning.result import PlanResult, SearchRecord
 from dreamshard_planner.planning.search_plan import SearchSettings
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.search.effort import Deadline
-from dreamshard_planner.search_space.options import counted, set_ranks
+from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of, set_ranks
 from dreamshard_planner.torchrec_components.components import (
     DreamShardEstimator,
     DreamShardPartitioner,
@@ -37,6 +39,68 @@ from dreamshard_planner.torchrec_components.components import (
     FewProposals,
     SearchProposer,
 )
+
+LEAST_GAIN = 0.03
+"""Share of TorchRec's predicted cost that a searched plan must gain if lookups per sample are guessed."""
+
+
+@dataclass(frozen=True)
+class BaselineFallback:
+    """TorchRec's plan, taken because the searched plan is predicted to gain less than costs can tell.
+
+    Without statistics both planners assume one lookup per sample of each feature. Plans that these costs rate alike
+    then differ in steps by chance, either way: see ``benchmarks/default_steps.py``.
+    """
+
+    options: list[ShardingOption]
+    """TorchRec's plan, with ranks."""
+    searched: ReportEntry
+    note: Note
+    """For the report."""
+
+    @classmethod
+    def of(
+        cls, model: ModelProblem, plan: Sequence[ShardingOption], theirs: Sequence[ShardingOption] | None
+    ) -> BaselineFallback | None:
+        """Return the fallback; None if the searched plan gains enough, or is TorchRec's own.
+
+        Args:
+            model: the planned one.
+            plan: the searched plan.
+            theirs: TorchRec's plan; None without one that fits.
+        """
+        settings = model.settings
+        guessed = settings.cost_source != "torchrec" and not knows_lookups(model.context, plan, settings)
+        least = (LEAST_GAIN if guessed else 0.0) if settings.least_gain is None else settings.least_gain
+        if theirs is None or least == 0.0 or signatures(theirs) == signatures(plan):
+            return None
+        baseline, searched = model.rated(theirs), model.rated(plan)
+        gain = 1 - searched.total_ms / max(baseline.total_ms, 1e-9)
+        if gain >= least:
+            return None
+        text = (
+            f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * gain):.2f} %, less "
+            f"than the {100 * least:.3g} % of least_gain"
+        )
+        if settings.least_gain is None:
+            text += ", since lookups per sample are guessed; statistics would tell which plan is better"
+        note = Note("search", text, {"gain": gain, "least_gain": least})
+        return cls(baseline.options, ReportEntry.of("searched", searched.costs), note)
+
+
+Signatures: TypeAlias = dict[str, tuple[Hashable, tuple[int | None, ...]]]
+"""Sharding and ranks of each table, by name."""
+
+
+def signatures(plan: Iterable[ShardingOption]) -> Signatures:
+    """Return the sharding and the ranks of each table; equal for equal plans."""
+    return {
+        fqn_of(option): (
+            (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards),
+            tuple(ranks_of(option)),
+        )
+        for option in plan
+    }
 
 
 class JsonPlanLoader(PlanLoader):
@@ -174,7 +238,7 @@ class SearchLoop:
             plan = self._loader.options
         elif self._given == GivenComponents():
             if self._falls_back and self._proposer is not None and self._proposer.found is not None:
-                self._fallback = self.model.fallback(plan, self._proposer.found.baseline)
+                self._fallback = BaselineFallback.of(self.model, plan, self._proposer.found.baseline)
             if self._fallback is not None:
                 plan = self._fallback.options
                 self.enumerator.populate_estimates(plan)  # by our costs, as of other plans

@@ -21,7 +21,7 @@ from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatis
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.from_plan import job_of
-from dreamshard_planner.planning.baseline import torchrec_plan
+from dreamshard_planner.planning.search_plan import torchrec_plan
 from dreamshard_planner.policy import network
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.search import placing
