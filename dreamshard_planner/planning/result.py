@@ -28,7 +28,6 @@ from dreamshard_planner.search_space.enumeration import sharding_only
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs, refused
 from dreamshard_planner.search_space.sharding_types import TW
-from dreamshard_planner.search_space.usable_options import never_run
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
@@ -148,7 +147,6 @@ def _model_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[N
             "table",
             [f"{len(uneven)} table(s) ({first_of(uneven)}) may only lie on all ranks: {UNEVEN_OUTPUTS}"] * bool(uneven),
         ),
-        *noted("table", never_run(model.search_space, device)),
     )
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plans between the current one and a fresh one: the Pareto front of cost and bytes moved.
 
-Two walks, each one change of a table (or a swap of two) at a time. One starts from what lies now, and takes the change
-that lowers the cost most for each byte it moves; the other one starts from a plan that was made afresh, and undoes what
-loses least for each byte that then stays. Returned is the Pareto front of all plans on the way, by bytes and cost.
+Two walks. One starts from what lies now, and takes the move or swap of units that lowers the cost most for each byte it
+moves; the other one starts from a plan that was made afresh, and undoes what loses least for each byte that then stays.
+Returned is the Pareto front of all plans on the way, by bytes and cost.
 
 Shapes: Q trials, Y changes of theirs, X parts that these put somewhere, D ranks, U units of an option, N positions.
 """
@@ -120,8 +120,8 @@ class _Walk:
             trials = [[change] for table, change in self._kept.items() if change != self._now(table)]
             if not trials:
                 return
-            rated = self._rated(trials)
-            ratio_Q = (rated.overall_Q - float(self._state.overall_ms())) / (-rated.bytes_Q).clamp_min(1)
+            overall_Q, _, bytes_Q = self._rated(trials)
+            ratio_Q = (overall_Q - float(self._state.overall_ms())) / (-bytes_Q).clamp_min(1)
             order = torch.argsort(ratio_Q, stable=True)[: max(1, len(trials) // portion(ROUNDS, self._effort))]
             taken = [self._take(trials[index]) for index in order.tolist() if ratio_Q[index].isfinite()]
             if not any(taken):
@@ -133,10 +133,10 @@ class _Walk:
             trials = list(self._candidates())
             if not trials:
                 return
-            rated, now = self._rated(trials), self._smooth_ms()
-            gain_Q = now - rated.smooth_Q
-            gain_Q[(gain_Q < 1e-5 * self._unit) | (self._bytes + rated.bytes_Q > limit)] = -torch.inf
-            ratio_Q = gain_Q / rated.bytes_Q.clamp_min(1)
+            _, smooth_Q, bytes_Q = self._rated(trials)
+            gain_Q = self._smooth_ms() - smooth_Q
+            gain_Q[(gain_Q < 1e-5 * self._unit) | (self._bytes + bytes_Q > limit)] = -torch.inf
+            ratio_Q = gain_Q / bytes_Q.clamp_min(1)
             index = int(ratio_Q.argmax())
             if not ratio_Q[index].isfinite():
                 return
@@ -144,7 +144,7 @@ class _Walk:
 
     def _take(self, trial: list[Change]) -> bool:
         """Apply it, if memory still allows that."""
-        fits = bool(self._rated([trial]).overall_Q.isfinite()[0])
+        fits = bool(self._rated([trial])[0].isfinite())
         if fits:
             self._apply(trial)
         return fits
@@ -175,39 +175,12 @@ class _Walk:
         )
 
     def _candidates(self) -> Iterator[list[Change]]:
-        """Changes of the tables that burden the slowest rank, or exchange most: units elsewhere, other options, what
-        the fresh plan does, what was; and swaps with tables of other ranks."""
-        tables = self._state.heaviest()
-        yield from self._resharded(tables)
-        yield from self._to_either(range(self._problem.num_tables))
-        movable = self._movable(tables)
-        yield from self._moved(movable)
-        yield from self._swaps(movable)
-
-    def _resharded(self, tables: Sequence[int]) -> Iterator[list[Change]]:
-        """Every option, each where it leaves the lowest peak."""
-        known = sorted({(table, option) for table in tables for option in range(len(self._problem.tables[table]))})
-        tried = self._state.tried(known) if known else None
-        yield from (trial for trial in (tried.changes if tried else []) if trial[0] != self._now(trial[0][0]))
-
-    def _to_either(self, tables: Sequence[int]) -> Iterator[list[Change]]:
-        """To the fresh plan's way, and back to what was."""
-        for table in tables:
-            here, fresh = self._now(table), (table, self._fresh.options[table], self._fresh.positions[table])
-            yield from ([change] for change in sorted({fresh, self._kept.get(table, here)}) if change != here)
-
-    def _moved(self, movable: Sequence[tuple[int, int]]) -> Iterator[list[Change]]:
-        """Move units to the ranks that cost least."""
+        """Moves and swaps of units of the tables that burden the slowest rank, or exchange most."""
+        movable = self._movable(self._state.heaviest())
         lightest = torch.argsort(self._state.device_ms_D, stable=True)[:LIGHTEST].tolist()
         for table, unit in movable:
             yield from ([self.sharding.move(table, unit, to)] for to in lightest if to != self._at(table, unit))
-
-    def _swapped(self, one: int, unit: int, other: int, its: int) -> list[Change]:
-        """Units of two tables, each where the other one is."""
-        return [
-            self.sharding.move(one, unit, self._at(other, its)),
-            self.sharding.move(other, its, self._at(one, unit)),
-        ]
+        yield from self._swaps(movable)
 
     def _movable(self, tables: Sequence[int]) -> list[tuple[int, int]]:
         """Units of span 1 that may move, each behind its table."""
@@ -239,14 +212,18 @@ class _Walk:
             if not np.isfinite(off_HT.flat[index]):
                 return
             if one != other:
-                yield self._swapped(one, unit, other, its)
+                yield [
+                    self.sharding.move(one, unit, self._at(other, its)),
+                    self.sharding.move(other, its, self._at(one, unit)),
+                ]
 
     def _weight(self, table: int, unit: int) -> float:
         """Milliseconds of a unit of span 1 alone."""
         return float(self._single_P[self._problem.tables[table][self.sharding.options[table]].units[unit].parts[0]])
 
-    def _rated(self, trials: Sequence[Sequence[Change]]) -> _Rated:
-        """Rate the sharding after each trial; infinite if memory does not allow it."""
+    def _rated(self, trials: Sequence[Sequence[Change]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the cost after each trial, with the slowest rank and with :meth:`_smooth`, infinite if memory does not
+        allow it; and the bytes that move beyond those that move now."""
         changed = []
         for query, trial in enumerate(trials):
             for change in trial:
@@ -258,7 +235,7 @@ class _Walk:
         device_QD, collective_ms, fits_Q = self._state.after(len(trials), query_X, sign_X, rank_X, part_X)
         slowest = device_QD.amax(-1), self._smooth(device_QD)
         exact_Q, smooth_Q = (overall_ms(ms_Q, collective_ms).masked_fill(~fits_Q, torch.inf) for ms_Q in slowest)
-        return _Rated(exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials]))
+        return exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials])
 
     def _smooth(self, device_ms_XD: Tensor) -> Tensor:
         """Return a mean over ranks, [...], that leans to the slowest."""
@@ -273,15 +250,3 @@ class _Walk:
             moved = int(self._received(table, option)[range(len(positions)), list(positions)].sum())
             self._known[change] = rank_X, self._problem.parts_of(table, option), moved
         return self._known[change]
-
-
-@dataclass(frozen=True)
-class _Rated:
-    """Ratings of trials."""
-
-    overall_Q: Tensor
-    """Cost, milliseconds."""
-    smooth_Q: Tensor
-    """Cost with a mean that leans to the slowest rank in place of the maximum."""
-    bytes_Q: Tensor
-    """Bytes that move beyond those that move now; negative if fewer."""

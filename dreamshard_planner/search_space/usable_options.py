@@ -29,7 +29,6 @@ from dreamshard_planner.search_space.options import (
     by_table,
     counted,
     fqn_of,
-    is_torchrecs,
     ranks_of,
     refused,
     runs_of,
@@ -192,19 +191,6 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
             )
         usable[fqn] = runs
     return _one_width_per_collection(_without_lone_parts(usable))
-
-
-def never_run(search_space: Sequence[ShardingOption], compute_device: str) -> tuple[str, ...]:
-    """Name options that TorchRec's own planner may choose and that do not run, with the reasons."""
-    tables: dict[tuple[str, str], list[str]] = {}
-    for option in filter(is_torchrecs, search_space):
-        if reason := broken_cut(option, compute_device):
-            tables.setdefault((option.sharding_type, reason), []).append(fqn_of(option))
-    return tuple(
-        f"{kind} is left out for {first_of(list(dict.fromkeys(names)), 3)}: {reason}; TorchRec's own planner may "
-        "choose it, and the plan torchrec, of the options that run, does not"
-        for (kind, reason), names in tables.items()
-    )
 
 
 def broken_cut(option: ShardingOption, compute_device: str) -> str | None:

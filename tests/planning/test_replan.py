@@ -230,9 +230,9 @@ def test_trials_cost_what_the_plans_after_them_do() -> None:
         walk = _Walk(ways.cost, ways.fresh, ways.kept, ways.received_UN)
         walk.restart(ways.starts[0])
         trials = list(walk._candidates())
-        rated = walk._rated(trials)
+        overall_Q, _, bytes_Q = walk._rated(trials)
         assert len(trials) > 30
-        for trial, overall, moved in zip(trials, rated.overall_Q.tolist(), rated.bytes_Q.tolist(), strict=True):
+        for trial, overall, moved in zip(trials, overall_Q.tolist(), bytes_Q.tolist(), strict=True):
             sharding = ways.starts[0]
             for change in trial:
                 sharding = sharding.changed(*change)

@@ -29,7 +29,6 @@ from torchrec.modules.embedding_tower import EmbeddingTower
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.errors import InputWarning
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.modules import shardable_tables
@@ -311,10 +310,11 @@ def test_embedding_towers_are_refused_and_planned_without_their_sharders() -> No
     fix = "'tower.t0' is in an embedding tower.*leave EmbeddingTowerSharder and EmbeddingTowerCollectionSharder out"
     with pytest.raises(PlannerError, match=fix):
         planned(model, {}, [EmbeddingTowerSharder(), *SHARDERS])
-    assert {option.path for option in planned(model, {}).options} == {"tower.embedding"}
+    made = planned(model, {})
+    assert {option.path for option in made.options} == {"tower.embedding"}
     theirs = EmbeddingEnumerator(Topology(4, "cuda"), 64).enumerate(model, [EmbeddingTowerSharder()])
     with pytest.raises(PlannerError, match=fix):
-        PlanRater.of(Topology(4, "cuda")).read(theirs)
+        made._loop.model.context.read(theirs)
 
 
 def test_the_qualified_name_beats_the_own_name_and_that_beats_the_default() -> None:
