@@ -30,18 +30,15 @@ from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 
-SWEEPS = (
-    Sweep(doublings=3, mean=0.6),
-    Sweep(doublings=3),
-    Sweep(doublings=4),
-    Sweep(doublings=5),
-    Sweep(doublings=6),
-)
-"""Of a roll-out. The policy acts in the first; in the others each table goes where it raises the heights least."""
-TRIED_SWEEPS = 2
-"""Sweeps of all episodes of a planner's roll-outs, after which"""
-CONTINUED = 2
-"""the best of them go on, and become starts of the search."""
+SWEEPS = (Sweep(doublings=3, mean=0.6), *(Sweep(doublings=doublings) for doublings in range(1, 9)))
+"""Sweeps of a roll-out. The policy acts in the first. In the others each table goes where it raises the heights least.
+The second sweep is the bluntest: tables leave the options that crowded ranks forced on them."""
+TRIED_SWEEPS = 5
+"""Sweeps of all episodes of a planner's roll-outs. Blunt sweeps tell little about where an episode ends."""
+SURVIVORS = 4
+"""Episodes that play the other sweeps: the best."""
+STARTS = 2
+"""Finished episodes that become starts of the search: the best."""
 GREEDINESS = 8.0
 """Times that an untrained policy's score takes the weighted excess."""
 SUBSETS = (TYPES, (TW, CW, TWCW), (TWRW,), (TWRW, DP), (TW, DP), (TW, TWRW, DP), (CW, TWRW, DP), (RW, DP))
@@ -227,7 +224,7 @@ def subset_types() -> np.ndarray:
 def policy_starts(
     cost: Cost, policy: Policy, asked: OptionTotals, seconds: float | None = None, effort: float = 1.0
 ) -> list[Sharding]:
-    """Return plans to start the search from, at most :data:`CONTINUED`, the cheapest first: the best of greedy
+    """Return plans to start the search from, at most :data:`STARTS`, the cheapest first: the best of greedy
     roll-outs, whose first sweeps use different sharding types.
 
     Args:
@@ -244,6 +241,6 @@ def policy_starts(
     if not task.may_be_played:
         return []
     types_EN = types_EN[: portion(len(types_EN), effort)]
-    environment = roll_out(policy, task, len(types_EN), None, types_EN, SWEEPS, CONTINUED, seconds)
+    environment = roll_out(policy, task, len(types_EN), None, types_EN, SWEEPS, SURVIVORS, seconds)
     fitting = [plan for plan in environment.shardings() if plan is not None and cost.problem.fits(plan)]
-    return sorted(dict.fromkeys(fitting), key=cost.overall_ms)
+    return sorted(dict.fromkeys(fitting), key=cost.overall_ms)[:STARTS]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dreamshard_planner.policy.mdp import TYPES, EstimatedMDP, ShardingTask
 from dreamshard_planner.policy.network import SWEEPS, Policy, Seen, roll_out, subset_types
 
-REWARDED_SWEEPS = 3
-"""Sweeps after which an episode of the training ends: later ones only level ranks, and take as long."""
+TRAINING_SWEEPS = SWEEPS[::3]
+"""Sweeps of an episode of the training: a third of a roll-out's, which rank first sweeps nearly as all do."""
 DEAREST = 10.0
 """Relative cost of an infeasible episode in :class:`UpdateStatistics` and :func:`standing`."""
 
@@ -105,7 +105,7 @@ class Rollout:
             seen.append(step)
             taken.append(action_E)
 
-        environment = roll_out(policy, task, episodes, generator, types_EN, SWEEPS[:REWARDED_SWEEPS], on_step=keep)
+        environment = roll_out(policy, task, episodes, generator, types_EN, TRAINING_SWEEPS, on_step=keep)
         return cls(environment, seen, torch.stack(taken))
 
     def scored_by(self, policy: Policy) -> tuple[Tensor, Tensor]:
