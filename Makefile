@@ -1,7 +1,6 @@
 # make demo         train a DLRM with the 26 MLPerf tables, one of them hot, on 2 ranks under three planners that may
 #                   split tables by columns; ends with a table, and the plan's report in demo.html
 # make test         all tests, PROCESSES=2 at a time
-# make test-conditions  the same as other machines would run them, each in turn or CONDITIONS="another-machine one-core"; TESTS=tests
 # make coverage     lines and branches of the package that the tests run, half as long again
 # make fuzz         CASES=1000 random models, states, numbers and files, others each time
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec, then these and
@@ -39,10 +38,9 @@ export OMP_NUM_THREADS ?= 1
 DEVICE ?= cuda
 MINUTES ?= 25
 CASES ?= 1000
-CONDITIONS ?=
 TESTS ?= tests
 
-.PHONY: venv demo check test test-conditions coverage fuzz test-matrix gpu docs clean
+.PHONY: venv demo check test coverage fuzz test-matrix gpu docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -65,9 +63,6 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal
-
-test-conditions: $(STAMP)
-	$(BIN)/python tests/conditions.py $(CONDITIONS) -- -n $(PROCESSES) --dist worksteal $(TESTS)
 
 # Started in every Python that tests start, by a folder on the path.
 .matrix/coverage/installed: requirements/coverage.txt $(STAMP)

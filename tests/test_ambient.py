@@ -17,11 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner import Checkpoint, DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
-from dreamshard_planner.checkpoints.choice import SHIPPED, shipped
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner.checkpoints.choice import shipped
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload import reuse
-from dreamshard_planner.workload.features import FEATURE_NAMES
 from tests.ambient_states import STATES
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -87,41 +86,9 @@ def test_plans_do_not_depend_on_the_state(state) -> None:
     assert inside == plan_of(given) == without_a_state()  # the second with what was cached inside
 
 
-def test_a_checkpoint_is_the_same_in_every_state(state) -> None:
-    path = SHIPPED / "cpu.safetensors"
-    expected = Checkpoint.load(path)
-    with state():
-        before = described()
-        loaded = Checkpoint.load(path)
-        assert described() == before
-    for ours, theirs in ((expected.policy, loaded.policy), (expected.cost, loaded.cost)):
-        states = ours.state_dict(), theirs.state_dict()
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-        assert all(type(tensor) is torch.Tensor and not tensor.is_inference() for tensor in states[1].values())
-
-
 def batch() -> KeyedJaggedTensor:
     values = torch.tensor([1, 1, 2, 3, 4, 4, 4], device="cpu")
     return KeyedJaggedTensor(["a", "b"], values, lengths=torch.tensor([2, 1, 0, 4], device="cpu"))
-
-
-def test_statistics_do_not_depend_on_the_state(state) -> None:
-    given, expected = batch(), dict(TableStatistics.from_batches([batch()]))
-    reuse.bin_mean_reuse.cache_clear()
-    with state():
-        assert dict(TableStatistics.from_batches([given])) == expected
-
-
-def test_batches_are_made_in_the_state_of_the_script() -> None:
-    drawn = []
-
-    def batches() -> Iterator[KeyedJaggedTensor]:
-        for _ in range(2):
-            drawn.append(torch.rand(1).item())  # as a data loader that shuffles
-            yield batch()
-
-    TableStatistics.from_batches(batches())
-    assert drawn[0] != drawn[1]
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
@@ -146,16 +113,6 @@ def test_errors_leave_the_state_alone(state) -> None:
             assert torch.ones(2).dtype == torch.float32
             raise ValueError("mine")
         assert described() == before
-
-
-def test_a_checkpoint_serves_learning_whatever_state_loaded_it() -> None:
-    shipped.cache_clear()
-    with torch.inference_mode():
-        plan_of(model())
-    cost = DreamShardPlanner(topology=topology(1))._ranks.checkpoint.cost
-    features_SF = torch.ones(2, len(FEATURE_NAMES), requires_grad=True)
-    cost.group_cost_ms(cost.encode(features_SF)).sum().backward()
-    assert features_SF.grad is not None
 
 
 IMPORT = """

@@ -14,7 +14,6 @@ from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes
 from dreamshard_planner.cost.roofline import L2_BYTES, RooflineCost
 from dreamshard_planner.devices import GB, GPUS, UNKNOWN_CARD, Machine, card_of, default_notes, gpu_of
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.offline.jobs import Job, read_model
 from tests.pretended import A100, H100
 
 
@@ -93,14 +92,6 @@ def test_default_figures_are_compared_with_the_card_that_is_here(monkeypatch: py
     assert default_notes(Topology(world_size=1, compute_device="cuda", hbm_cap=GB, hbm_mem_bw=1e6)) == ()
 
 
-def test_more_gpus_than_a_host_has_are_doubtful() -> None:
-    assert (
-        Machine(ranks_per_host=8, hosts=8, gpu="h100").doubtful == Machine(ranks_per_host=10, gpu="l4").doubtful == ()
-    )
-    (told,) = Machine(ranks_per_host=16, gpu="h100").doubtful
-    assert told.startswith("16 NVIDIA H100 SXM are taken to be on one host, and the vendor's have 8")
-
-
 def test_costs_of_one_device_used_on_another_are_noted() -> None:
     measured = Checkpoint.load(SHIPPED / "cpu.safetensors")
     cuda, cpu = (Machine(ranks_per_host=2, device=device).topology() for device in ("cuda", "cpu"))
@@ -126,16 +117,3 @@ def test_costs_of_one_device_used_on_another_are_noted() -> None:
     assert "checked on" in checked and note.startswith(f"exchanges were measured on loom, and kernels on {here}")
     alone = Machine(ranks_per_host=1, device="cpu").topology()
     assert checkpoint_notes(made, alone) == (checked,)
-
-
-def test_reports_say_so() -> None:
-    """All the way: the shipped CPU checkpoint, told to plan for GPUs that nobody described."""
-    job = Job(
-        model=read_model("mlperf_dlrm_dcnv2"),
-        machine=Machine(ranks_per_host=2, hosts=1, memory_bytes=80 * GB),
-        batch_size=64,
-        settings={"checkpoint": SHIPPED / "cpu.safetensors", "effort": "quick", "sharding_types": ["table_wise"]},
-    )
-    notes = job.plan().report.notes
-    assert any("measured on cpu" in note.text for note in notes)
-    assert any("TorchRec's defaults" in note.text and "intra_host_bw" in note.text for note in notes)

@@ -13,7 +13,6 @@ import resource
 import shutil
 import signal
 import struct
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -54,7 +53,6 @@ from dreamshard_planner.measure.collectives import MeasuredCollectives
 from dreamshard_planner.offline.table_list import read_table_list
 from dreamshard_planner.workload.ids import IdHistogram
 from tests.ambient_states import STATES
-from tests.cost.test_dataset import HARDWARE, REFERENCE_NR2, SAMPLES_NR2, SETS
 from tests.mixed_models import MixedCase
 from tests.strategies import HostileCase, cases, changed_bytes, changed_json, hostile_cases, states
 from tests.test_mixed_models import check_plan, check_refusal
@@ -259,58 +257,6 @@ def test_checkpoints_are_used_or_refused(content: bytes, folder: Path) -> None:
     planner = small_planner(checkpoint=checkpoint)
     planner.plan(small_model(), SHARDERS)
     assert math.isfinite(planner.report().chosen.total_ms) and str(planner.report()) and checkpoint.digest()
-
-
-@st.composite
-def datasets(draw: DrawFn, content: bytes) -> bytes:
-    """A dataset with an array, its header, or anything in it changed."""
-    with np.load(io.BytesIO(content)) as archive:
-        arrays = dict(archive)
-    change = draw(st.sampled_from(["array", "array", "array", "header", "bytes"]))
-    if change == "bytes":
-        return draw(changed_bytes(content))
-    if change == "header":
-        arrays["header"] = np.array(draw(changed_json(json.loads(str(arrays["header"])))).replace("\0", ""))
-    else:
-        name = draw(st.sampled_from(sorted(arrays)))
-        how = draw(st.sampled_from(["value", "dtype", "shape", "gone"]))
-        array = arrays[name]
-        if how == "value" and array.size and array.dtype.kind in "if":
-            numbers = [0, -1, 2**62] if array.dtype.kind == "i" else [0.0, -1.0, math.nan, math.inf, 1e300]
-            array.flat[draw(st.integers(0, array.size - 1))] = draw(st.sampled_from(numbers))
-        elif how == "dtype":
-            array = array.astype(draw(st.sampled_from(["U5", "S3", "c16", "?"]))) if name != "header" else array
-        elif how == "shape":
-            array = draw(st.sampled_from([array.reshape(-1)[:1], array[None], np.zeros((0, 10**6)), np.array(3)]))
-        arrays[name] = array
-        if how == "gone":
-            del arrays[name]
-    changed = io.BytesIO()
-    np.savez(changed, **arrays)
-    return changed.getvalue()
-
-
-@pytest.fixture(scope="module")
-def measured(folder: Path) -> Path:
-    CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE, REFERENCE_NR2).save(folder / "good.npz")
-    return folder
-
-
-def read_dataset(path: Path) -> CostDataset:
-    dataset = CostDataset.load(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # 1e300 squared
-        assert len(dataset.forward_backward_ms) == len(dataset) == len(dataset.spread)
-    assert sum(map(len, dataset.sets)) == dataset.set_offsets[-1]
-    return dataset
-
-
-@share(0.15)
-@given(data=st.data())
-def test_measurements_are_read_or_refused(data: st.DataObject, measured: Path) -> None:
-    path = measured / "changed.npz"
-    path.write_bytes(data.draw(datasets((measured / "good.npz").read_bytes())))
-    loaded(path, DatasetError, read_dataset)
 
 
 def test_what_files_claim_is_not_believed(folder: Path) -> None:

@@ -215,15 +215,6 @@ def test_untried_releases_are_told_once_and_fail_nothing(
     assert [finding.verdict for finding in notes].count("note") == (said is not None)
 
 
-def test_doctor_and_import_agree_on_how_fbgemm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    releases(monkeypatch, fbgemm_gpu_cpu="1.8.0")
-    (finding,) = [finding for finding in diagnose() if finding.subject == "FBGEMM"]
-    assert finding.verdict == "note" and "uninstall the other" in finding.advice
-    assert "fbgemm-gpu-cpu==1.8.0" in environment.how_to_install(environment.FBGEMM)
-    releases(monkeypatch, torch="2.99.0")
-    assert "pip install torch==2.14.* fbgemm-gpu==1.9.0" in environment.how_to_install(environment.FBGEMM)
-
-
 @pytest.mark.parametrize(
     ("versions", "module", "advice"),
     [

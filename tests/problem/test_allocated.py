@@ -25,18 +25,15 @@ from torchrec.distributed.embedding_types import (
     compute_kernel_to_embedding_location,
 )
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 from torchrec.distributed.types import CacheParams, KeyValueParams
 from torchrec.modules.embedding_configs import DataType, PoolingType
-from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import PlanningConstraints
-from tests.small_models import collection, planner, table
+from tests.small_models import collection, table
 
 ROWS, DIM, WORLD = 10_000, 64, 4
 GPUS = Topology(WORLD, "cuda", hbm_cap=2**40, ddr_cap=2**42, ssd_cap=2**44)
@@ -157,33 +154,3 @@ def test_storage_of_key_value_stores(optimizer: str, stored: KeyValueParams | No
 def test_replicas_have_gradients_and_buckets() -> None:
     (option,) = options(ParameterConstraints(["data_parallel"], ["dense"]))
     assert option.shards[0].storage.hbm == 3 * ROWS * DIM * 4
-
-
-def big_model(optimizer: type[torch.optim.Optimizer]) -> Any:
-    model = collection(*(table(f"t{i}", 900_000_000, 128) for i in range(3)))
-    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
-    return model
-
-
-def used_gib(kind: str, model: Any, kernel: str, **memory: int) -> float:
-    made = planner(
-        topology=Topology(4, "cuda", ddr_cap=2**42, ssd_cap=2**44, **memory),
-        constraints={f"t{i}": ParameterConstraints(["row_wise"], [kernel]) for i in range(3)},
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-    )
-    made.plan(model, [EmbeddingBagCollectionSharder()])
-    (entry,) = [entry for entry in made.report().memory if entry.kind == kind]
-    return max(entry.used_bytes) / 2**30
-
-
-def test_a_key_value_store_without_parameters_takes_device_memory() -> None:
-    """meta-pytorch/torchrec 3783: a fifth of all rows is cached on the device."""
-    model = big_model(RowWiseAdagrad)
-    assert 64.4 <= used_gib("HBM", model, "key_value", hbm_cap=80 * 2**30) < 70
-    with pytest.raises(PlannerError, match="HBM"):
-        used_gib("HBM", model, "key_value", hbm_cap=40 * 2**30)
-
-
-def test_row_wise_states_of_unified_memory_take_device_memory() -> None:
-    used = used_gib("HBM", big_model(RowWiseAdagrad), "fused_uvm", hbm_cap=80 * 2**30)
-    assert math.isclose(used, 3 * 900e6 / 4 * 4 / 2**30, rel_tol=0.01)

@@ -8,14 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy.stats import kendalltau
-from small_models import SHARDERS, collection, table
 from torchrec.distributed.planner.types import Topology
 
 import collectives_prior
-from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
-from dreamshard_planner.cost.collectives import NCCL, OPERATIONS, CollectiveFit, CollectiveModel
+from dreamshard_planner.cost.collectives import NCCL, CollectiveFit, CollectiveModel
 from dreamshard_planner.planning.cost_sources import links_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -103,19 +100,3 @@ def test_lookups_are_exchanged_as_measured_and_else_like_other_all_to_alls() -> 
     # Splits, lengths and ids.
     assert given.lookups == replace(given.all_to_all, latency_ms=3 * given.all_to_all.latency_ms)
     assert given.bucketing is None
-
-
-def test_lookups_that_were_not_measured_are_not_counted_and_the_report_says_so() -> None:
-    shipped = resolve("auto", "cpu")
-    collectives = dict(shipped.metadata["collectives"])
-    collectives["fits"] = {name: fit for name, fit in collectives["fits"].items() if name in OPERATIONS}
-    older = Checkpoint(shipped.policy, shipped.cost, {**shipped.metadata, "collectives": collectives})
-    topology, names = Topology(2, "cpu", local_world_size=2), {}
-    assert links_of(topology, older).lookups is None
-    for checkpoint in (shipped, older):
-        planner = DreamShardPlanner(topology=topology, batch_size=64, checkpoint=checkpoint, stats=[], debug=False)
-        planner.plan(collection(table("t0", 1000, 64), table("t1", 500, 64)), SHARDERS)
-        names[checkpoint is older] = {name.rsplit(" ", 1)[1] for name, _ in planner.report().collectives}
-        noted = [str(note) for note in planner.report().notes if "lookups is not counted" in str(note)]
-        assert len(noted) == (checkpoint is older)
-    assert "lookups" in names[False] and "lookups" not in names[True]

@@ -90,13 +90,6 @@ def test_tables_of_one_name_have_statistics_of_their_own() -> None:
     assert {option.fqn: option.input_lengths for option in options} == {"a.t": [5.0], "b.t": [3.0], "c.t": [7.0]}
 
 
-def test_tables_of_one_name_in_two_modules() -> None:
-    model = nn.Module()
-    model.one, model.two = collection(table("t", features=1)), collection(table("t", features=3))
-    plan = planner().plan(model, SHARDERS)
-    assert set(plan.plan) == {"one", "two"}
-
-
 def test_options_become_workloads() -> None:
     model = nn.Module()
     model.plain = collection(
@@ -223,10 +216,3 @@ def test_kernels_of_several_memories_are_fused_together() -> None:
     made.plan(collection(table("t0"), table("t1")), SHARDERS)
     assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
     assert rater(topology(device="cuda"), constraints).read(options).problem.num_groups == 1
-
-
-def test_statistics_of_no_feature_are_as_none() -> None:
-    constraints = {"t0": ParameterConstraints(compute_kernels=["fused_uvm"])}
-    made = planner(topology=topology(device="cuda"), constraints=constraints, statistics=TableStatistics({}))
-    assert "t0" in made.plan(collection(table("t0")), SHARDERS).plan[""]
-    assert any("popularity" in note.text for note in made.report().notes)

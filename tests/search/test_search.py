@@ -8,7 +8,6 @@ import math
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from sharding_tasks import MEMORY, RANKS, sharding_cost
@@ -16,12 +15,11 @@ from sharding_tasks import MEMORY, RANKS, sharding_cost
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.compute import CostSource, GivenCost
 from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding, Unit
-from dreamshard_planner.search.effort import NO_DEADLINE, Budget, SearchConfig
-from dreamshard_planner.search.moves import local_search
-from dreamshard_planner.search.placing import packed_start, place_units
+from dreamshard_planner.search.effort import SearchConfig
+from dreamshard_planner.search.placing import packed_start
 from dreamshard_planner.search.reshards import ShardingState, wide_swaps
 from dreamshard_planner.search.search import _Descents, prefer_cheaper_kernels, search
-from dreamshard_planner.search.starts import OptionTotals, level_choice, level_starts
+from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.search.states import in_steps
 from tests.exhaustive import optimum_ms
 
@@ -91,23 +89,6 @@ def test_what_spans_one_rank_is_placed_under_the_rest() -> None:
         assert rated == pytest.approx(cost.overall_ms(chosen.placed(moved)), rel=1e-9)
 
 
-def test_a_part_that_sends_in_several_collectives_counts_in_each() -> None:
-    """Whole tables that send in both passes, and in the backward alone: search finds a better placement, and says of
-    it what the formula does."""
-    cost = sharding_cost(8, 4, latency_ms=0.05)
-    whole_P = [options[0].parts[0] for options in cost.problem.tables]
-    for column, share in ((2, 20.0), (5, 2.0)):
-        cost.problem.bytes_PC[whole_P, column] = share * cost.problem.bytes_PC[whole_P, 0]
-    chosen = cost.chosen(Sharding((0,) * 8, ((0,),) * 8))
-    budget, generator = Budget(2000, NO_DEADLINE), torch.Generator().manual_seed(0)
-    found_S = local_search(chosen.cost, chosen.assignment_S[None], SEARCH, budget, generator)
-    found, found_ms = chosen.placed(found_S), float(chosen.cost.rate(found_S[None]).overall_ms_B)
-    assert found_ms == pytest.approx(formula_ms(cost, found), rel=1e-9)
-    assert found_ms < 0.6 * formula_ms(cost, chosen.sharding)
-    for table, rank in itertools.product(range(8), range(RANKS)):  # no move is left that helps
-        assert formula_ms(cost, found.changed(*found.move(table, 0, rank))) >= found_ms * (1 - 1e-4)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_search_finds_the_optimum_of_small_problems(seed: int) -> None:
     cost = sharding_cost(3, seed)
@@ -156,13 +137,6 @@ def test_where_nothing_fits_there_is_no_sharding() -> None:
     assert search(cost, [], SEARCH) is None
 
 
-def test_a_start_is_never_lost() -> None:
-    cost = sharding_cost(5, 7)
-    start = place_units(cost, (0,) * 5)
-    alone = search(cost, [start], replace(SEARCH, starts=1, reshards=1))
-    assert alone.overall_ms <= cost.overall_ms(start)
-
-
 def test_reshards_keep_their_sums() -> None:
     """Sums kept through many changes are those taken afresh, and what was tried is what was got."""
     cost = sharding_cost(12, 2)
@@ -200,18 +174,6 @@ def test_swaps_of_wide_units_are_rated_as_what_they_make(tight: bool) -> None:
     assert bool(swaps.overall_Q.isinf().any()) == tight and swaps.overall_Q.isfinite().any()
 
 
-def test_where_hosts_are_full_two_tables_change_places() -> None:
-    """11 against 8: no single table improves that by moving, the second and the third do by changing places."""
-    cost = over_hosts(sharding_cost(4, 0))
-    for (option,), ms in zip(cost.problem.tables, (6, 5, 4, 4), strict=True):
-        cost.latent_PH[option.parts, 1:] = ms / 2
-    state = ShardingState(cost, Sharding((0,) * 4, ((0,), (0,), (1,), (1,))), 1.0)
-    assert float(state.device_ms_D.max()) == 11
-    state.improve(100, lambda: True)
-    assert float(state.device_ms_D.max()) == 10
-    assert float(cost.rate(state.sharding).device_ms_BD.max()) == 10
-
-
 def test_every_start_has_its_turn() -> None:
     """A budget that the first descent would use up alone is shared, and what was interrupted goes on."""
     cost = sharding_cost(20, 3)
@@ -229,20 +191,6 @@ def test_every_start_has_its_turn() -> None:
         patch.setattr("dreamshard_planner.search.search.level_starts", lambda *_: [])
         search(cost, starts, replace(SEARCH, reshards=1000, reshards_per_table=1))
     assert all(tried[start] > 0 for start in starts)
-
-
-def test_a_level_start_splits_what_would_stick_out() -> None:
-    """One table as heavy as all others together: split, and the others whole."""
-    cost = sharding_cost(9, 1)
-    parts = [part for option in cost.problem.tables[0] for part in option.parts]
-    cost.latent_PH[parts, 1:] *= 8
-    asked = OptionTotals(cost)
-    chosen_T = level_choice(RANKS, asked, np.full((9, 5), True), 1.0, np.zeros(1))
-    assert chosen_T[0] != 0
-    each_T = np.arange(9)
-    level = asked.total_ms_TO[each_T, chosen_T].sum() / RANKS
-    assert asked.largest_ms_TO[each_T, chosen_T].max() <= level * (1 + 1e-6)
-    assert level >= asked.least_ms / RANKS
 
 
 @pytest.mark.parametrize("seed", range(5))

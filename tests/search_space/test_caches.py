@@ -21,13 +21,11 @@ from dreamshard_planner import (
     DreamShardPlanner,
     FeatureStatistics,
     JsonPlanLoader,
-    PlanError,
     SavedPlan,
     TableStatistics,
     compare,
 )
 from dreamshard_planner.workload.reuse import default_reuse
-from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
 
@@ -107,20 +105,6 @@ def test_a_loaded_plan_has_the_caches_and_promotions_that_a_proposer_chose(
     other.plan(model(), SHARDERS)
     (change,) = [change for change in compare(saved, other.saved_plan()).changes if change.table == "t3"]
     assert f"{CACHED} of load factor {chosen['t3'][1]:.3g} on rank" in change.before
-
-
-def test_a_file_of_a_kernel_that_is_not_offered_names_it(tmp_path: Path) -> None:
-    made = planner()
-    made.plan(model(), SHARDERS)
-    made.save_plan(tmp_path / "plan.json")
-    text = (tmp_path / "plan.json").read_text()
-    (tmp_path / "plan.json").write_text(text.replace(f'"kernel": "{CACHED}"', '"kernel": "fused_uvm"', 1))
-    loaded = planner(plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
-    with pytest.raises(PlannerError, match=r"'t0' .* compute kernel 'fused_uvm' .*\(table_wise fused_uvm_caching\)"):
-        loaded.plan(model(), SHARDERS)
-    (tmp_path / "plan.json").write_text(text.replace('"cache_load_factor": 0.05', '"cache_load_factor": -0.05', 1))
-    with pytest.raises(PlanError, match="t0.cache_load_factor: .*equal to 0, got -0.05"):
-        SavedPlan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("cost_source", ["torchrec", "roofline"])
@@ -236,20 +220,3 @@ def test_caches_have_the_size_that_serves_the_plan_unless_somebody_gave_one() ->
     assert chosen.report().chosen.total_ms < given.report().chosen.total_ms
     with pytest.raises(PlannerError, match="HBM"):
         with_factor(0.2)
-
-
-def test_whole_tables_have_caches_of_other_sizes_as_well() -> None:
-    """Tables can only be placed whole: caches of a fifth of all rows do not fit, or leave memory idle."""
-
-    def cached(count: int, gib: float, factor: float | None = None) -> DreamShardPlanner:
-        asked = ParameterConstraints(["table_wise"], [CACHED], cache_params=factor and CacheParams(load_factor=factor))
-        only = {f"t{i}": asked for i in range(count)}
-        made = large(count, gib, ddr_gib=1024, statistics=read_unevenly(count, gib), constraints=only)
-        assert made.report().sharding_types == {f"table_wise {CACHED}": count}
-        return made
-
-    assert max(sizes_of(cached(8, 400))) < CACHE_LOAD_FACTOR
-    sized = cached(12, 60)
-    assert max(sizes_of(sized)) > CACHE_LOAD_FACTOR and CACHE_LOAD_FACTOR in sizes_of(sized)  # some keep TorchRec's
-    assert sized.report().chosen.total_ms < cached(12, 60, CACHE_LOAD_FACTOR).report().chosen.total_ms
-    assert all(max(memory.used_bytes) <= min(memory.limit_bytes) for memory in sized.report().memory)

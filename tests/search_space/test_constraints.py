@@ -31,7 +31,6 @@ from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW, TWRW
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -165,22 +164,6 @@ def test_tables_may_have_none_for_a_constraint_and_nothing_else() -> None:
         planned(bags((100, 16)), [ParameterConstraints()])
 
 
-def test_an_empty_list_constrains_nothing() -> None:
-    """As in TorchRec."""
-    nothing = ParameterConstraints(sharding_types=[], compute_kernels=[])
-    (option,) = planned(bags((100, 16)), {"t0": nothing}).options
-    (free,) = planned(bags((100, 16)), {}).options
-    assert (option.sharding_type, option.compute_kernel) == (free.sharding_type, free.compute_kernel)
-
-
-@pytest.mark.parametrize("given", [17, 1024])
-def test_a_min_partition_above_the_dim_leaves_one_slice(given: int) -> None:
-    """As in TorchRec."""
-    constraint = ParameterConstraints(sharding_types=[CW], min_partition=given)
-    (option,) = planned(bags((100, 16)), {"t0": constraint}).options
-    assert (option.sharding_type, [shard.size for shard in option.shards]) == (CW, [[100, 16]])
-
-
 def test_a_table_larger_than_all_memory() -> None:
     small = {"hbm_cap": 2**20, "ddr_cap": 2**20}
     text = refusal(bags((100, 16), (10_000_000, 64)), {}, memory=small)
@@ -275,19 +258,6 @@ def test_a_mix_of_types_fits_where_torchrec_finds_no_plan() -> None:
     planner.plan(model, [EmbeddingBagCollectionSharder()])
     ranks = {option.name: [shard.rank for shard in option.shards] for option in planner.options}
     assert ranks["t0"] == ranks["t1"] != ranks["t2"] == ranks["t3"] == ranks["t4"] and sorted(ranks["t5"]) == [0, 1]
-
-
-def test_modules_are_walked_once_for_all_of_their_tables(monkeypatch) -> None:
-    def walks(count: int) -> int:
-        model, walked = bags(*[(100, 16)] * count), []
-        walk = model.sparse.modules
-        monkeypatch.setattr(model.sparse, "modules", lambda: walked.append(1) or walk())
-        tables = shardable_tables(model, SHARDERS)
-        assert [table.config.name for table in tables] == [f"t{index}" for index in range(count)]
-        assert not any(table.facts("cuda").is_weighted or table.owner.remaps_ids for table in tables)
-        return len(walked)
-
-    assert walks(1) == walks(5)
 
 
 @pytest.mark.parametrize(("ranks", "host"), [(8, 3), (4, 8)])

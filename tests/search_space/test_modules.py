@@ -8,7 +8,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import PlannerError
@@ -30,22 +30,6 @@ from dreamshard_planner.torchrec_components.compat import sharder_of_tables
 from tests.counted import counted
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-class NeverCopied(nn.Linear):
-    def __copy__(self) -> nn.Module:
-        raise RuntimeError("not to be copied")
-
-    __reduce_ex__ = __deepcopy__ = __copy__
-
-
-@pytest.mark.parametrize(
-    "dense", [nn.utils.parametrizations.weight_norm(nn.Linear(16, 1)), NeverCopied(16, 1)], ids=["parametrized", "own"]
-)
-def test_dense_layers_need_not_be_copied(dense: nn.Module) -> None:
-    made = planner()
-    made.plan(nn.ModuleDict({"sparse": collection(table("t")), "dense": dense}), SHARDERS)
-    assert made.replan(made.saved_plan(), steps=10).stays
 
 
 def test_a_copy_without_weights_counts_as_the_model_does() -> None:
@@ -142,11 +126,3 @@ def test_embedding_modules_without_a_sharder_are_named_in_the_report() -> None:
     made.plan(model, SHARDERS)
     told = [note.text for note in made.report().notes if note.code == "unused"]
     assert told == ["2 embedding module(s) have no sharder and are not in the plan: 'positions', 'words.0'"]
-
-
-def test_features_without_names_are_told_by_their_table() -> None:
-    model = nn.ModuleDict({"one": nn.EmbeddingBag(100, 16, mode="sum", device="meta")})
-    made = planner()
-    made.plan(model, [EmbeddingBagSharder()])
-    (told,) = [note.text for note in made.report().notes if "one lookup per sample" in note.text]
-    assert "1 of 1 features (of table 'one.weight')" in told

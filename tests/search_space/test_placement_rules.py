@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 from small_models import SHARDERS, collection, table, topology
 from torch import nn
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
-from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from tests.mixed_models import EveryTypeSharder, mixed_case
 
@@ -87,22 +85,6 @@ def test_random_models_keep_random_rules_or_say_why_not() -> None:
         for name, allowed in rules.on_ranks.items():
             assert found[name] <= set(allowed), seed
     assert planned >= 2
-
-
-def test_a_rule_costs_what_it_costs_and_no_more() -> None:
-    """A rule that the plan keeps anyway does not change it."""
-    free = planner(None, sharding_types=TABLE_WISE, effort="default")
-    free.plan(model(), SHARDERS)
-    apart = next(
-        (first, second)
-        for first in ranks_of(free)
-        for second in ranks_of(free)
-        if ranks_of(free)[first] != ranks_of(free)[second]
-    )
-    ruled = planner(PlacementRules(apart=[apart]), sharding_types=TABLE_WISE, effort="default")
-    ruled.plan(model(), SHARDERS)
-    assert ruled.report().chosen.total_ms <= free.report().chosen.total_ms * 1.01
-    assert all(len(memory.limit_bytes) == 4 and memory.kind == "DDR" for memory in ruled.report().memory)
 
 
 def test_memory_and_rules_are_kept_together() -> None:
@@ -215,23 +197,6 @@ def test_a_plan_that_has_two_slices_on_a_rank_breaks_apart(tmp_path) -> None:
         legal.check(shardings, "plan")
 
 
-def test_a_table_of_another_device_than_its_module_is_warned_of() -> None:
-    one = planner(None, constraints={"t1": ParameterConstraints(device_group="cuda")})
-    with pytest.warns(InputWarning, match="'sparse.t1' is left out: the device_group of its constraint is 'cuda'"):
-        one.plan(model(), SHARDERS)
-
-
-def test_of_constraints_for_no_table_is_warned_with_the_nearest_name() -> None:
-    """As for another module, which is planned as by TorchRec's planner."""
-    for name, hint in (("t11", r" \(did you mean 't1'\?\)"), ("sparse.t11", ""), ("zzz", "")):
-        one = planner(None, constraints={name: ParameterConstraints()})
-        told = rf"constraints for tables that the model does not have: '{name}'{hint}"
-        with pytest.warns(InputWarning, match=told):
-            one.plan(model(), SHARDERS)
-        assert any(re.search(told, note.text) for note in one.report().notes)
-        assert one.plan(nn.Linear(2, 2), SHARDERS).plan == {}
-
-
 def test_what_belongs_to_other_models_is_noted() -> None:
     """One dictionary of constraints, and one file of statistics, may serve several models."""
     constraints = {name: ParameterConstraints() for name in ("t1", "t11")}
@@ -240,13 +205,3 @@ def test_what_belongs_to_other_models_is_noted() -> None:
     one.plan(model(), SHARDERS)
     features, tables = [note.text for note in one.report().notes if note.code == "unused"]
     assert "no table of the model serves: 'u_f0'" in features and "'t11' (did you mean 't1'?)" in tables
-
-
-def test_on_a_host_of_several() -> None:
-    """A table's rows stay within a host that its ranks fill."""
-    hosts = Topology(4, "cpu", local_world_size=2, ddr_cap=2**34)
-    rules = PlacementRules(on_ranks={"t7": [1, 2, 3]})
-    only = {"t7": ParameterConstraints(sharding_types=["table_row_wise"])}
-    one = planner(rules, topology=hosts, constraints=only)
-    one.plan(model(), [EveryTypeSharder()])
-    assert ranks_of(one)["t7"] == {2, 3}

@@ -31,7 +31,6 @@ from dreamshard_planner.search_space.replica_rules import (
     in_backward_arguments,
     why_not_replicas,
 )
-from tests.counted import counted
 
 ROWS, DIM, LOOKUPS, SAMPLES, STEPS = 30, 8, 3, 12, 10
 Update = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -141,13 +140,6 @@ def test_gradients_of_half_precision_replicas_vanish_where_fused_kernels_sum_the
     torch.testing.assert_close(weight_RC[0].float(), torch.full((DIM,), -len(ids) * small * 1e8), rtol=1e-3, atol=0)
 
 
-def test_neighbouring_rules_differ() -> None:
-    """Why each optimizer has a rule of its own, with FBGEMM's eps and not PyTorch's."""
-    weights, gradients, last = fused({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.3})
-    for rule in (by_rule("exact_adagrad", 0.3, 1e-8), by_rule("exact_rowwise_adagrad", 0.3, 1e-2)):
-        assert (rule(weights[0], gradients) - last).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "reason"),
     [
@@ -219,13 +211,6 @@ def test_replicas_of_several_sharding_groups_train_otherwise() -> None:
     named = {f"t{index}": ParameterConstraints(sharding_types=["data_parallel"]) for index in range(30)}
     made, kinds = replicated(SGD, constraints=named, **groups)
     assert kinds == {"data_parallel"} and any("gradient of all groups" in str(note) for note in made.report().notes)
-
-
-def test_pooling_factors_beside_counted_features_are_no_batches_of_their_own() -> None:
-    one = counted({"t2_f0": ([1] * 64, range(64))}, 64)
-    mixed = TableStatistics({**one, "t3_f0": FeatureStatistics(5.0)})
-    _, kinds = replicated(SGD, optimizers_attached=True, statistics=mixed)
-    assert "data_parallel" in kinds
 
 
 VARIED = TableStatistics({f"t{index}_f0": FeatureStatistics(1.0, batch_size=8 * index) for index in (2, 3)})

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import pytest
 from small_models import SHARDERS, collection, planner, table, topology
-from torchrec.distributed.planner.types import ParameterConstraints, Perf
-from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.distributed.planner.types import ParameterConstraints
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.search_space.enumeration import FastEnumerator
@@ -35,19 +33,6 @@ def test_slices_are_merged_by_powers_of_two() -> None:
     assert [is_torchrecs(option) for option in options if option.name == "a"] == [True, False, False]
 
 
-def test_a_hot_table_is_split_no_further_than_it_pays() -> None:
-    """One table reads as much as all others together: two slices, not eight, which would repeat every lookup."""
-    tables = [table("hot", 100_000, 128), *(table(f"t{i}", 10_000, 32) for i in range(6))]
-    constraints = {config.name: ParameterConstraints(min_partition=16) for config in tables}
-    pooling = {config.feature_names[0]: FeatureStatistics(150.0 if config.name == "hot" else 12.0) for config in tables}
-    made = planner(topology=topology(3), constraints=constraints, statistics=TableStatistics(pooling))
-    made.plan(collection(*tables), SHARDERS)
-    report = made.report()
-    (hot,) = (entry for entry in report.tables if entry.name == "hot")
-    assert hot.sharding_type == "column_wise" and len(set(hot.ranks)) == len(hot.ranks) < 8
-    assert report.chosen.total_ms < 0.95 * report.rival("whole_tables").total_ms
-
-
 def _with_a_hot_table(**constraint: int) -> list[int]:
     """Widths of the hot table's slices, of a model whose other tables cost a third as much together, and whose kernels
     outweigh one more exchange."""
@@ -65,15 +50,6 @@ def test_a_hot_table_is_halved_unasked() -> None:
     assert _with_a_hot_table() == [64, 64]
     assert _with_a_hot_table(min_partition=128) == [128]
     assert set(_with_a_hot_table(min_partition=32)) <= {32, 64}
-
-
-def test_halves_train_as_the_whole_table_does_or_are_left_out() -> None:
-    model, name = collection(table("t", dim=64)), "t"
-    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
-    made = planner(topology=topology(2))
-    made.plan(model, SHARDERS)
-    (entry,) = (one for one in made.report().tables if one.name == name)
-    assert entry.sharding_type != "column_wise"
 
 
 @pytest.mark.parametrize(("dim", "halves"), [(16, []), (32, [[16, 16]]), (36, []), (40, [[20, 20]]), (128, [[64, 64]])])
@@ -97,15 +73,3 @@ def test_halves_of_light_tables_are_not_searched() -> None:
     kept = without_idle_halves(options, ranks=2)
     assert {option.name for option in kept if isinstance(option, Halves)} == {"hot"}
     assert [o for o in kept if not isinstance(o, Halves)] == [o for o in options if not isinstance(o, Halves)]
-
-
-def test_tables_that_are_alike_are_not_halved_by_rounding() -> None:
-    """Twice as many as ranks, each takes just the share from which a table is worth halving."""
-    tables = [table(f"t{i}", 10_000, 64) for i in range(10)]
-    constraints = {one.name: ParameterConstraints(sharding_types=["table_wise", "column_wise"]) for one in tables}
-    options = FastEnumerator(topology(), 64, constraints, variants=own_slices).enumerate(collection(*tables), SHARDERS)
-    for option in options:
-        for shard in option.shards:
-            shard.perf = Perf(0.1, 0.0, 0.0, 0.0)  # before Python 3.12 ten of them add up to less than 1
-    assert any(isinstance(option, Halves) for option in options)
-    assert not any(isinstance(option, Halves) for option in without_idle_halves(options, ranks=5))

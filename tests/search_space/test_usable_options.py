@@ -34,14 +34,6 @@ def test_whole_tables_may_join_others_of_their_module_in_slices() -> None:
     assert slices == {"1.narrow": [1], "1.wide": [4]}
 
 
-def test_halves_that_nobody_takes_open_no_slices() -> None:
-    """Narrow tables may be halved where one is heavy; where none is, they are only whole."""
-    made = planner(topology=topology(4), sharding_types=[TW, CW])
-    made.plan(collection(*(table(f"t{i}", 1000, 64) for i in range(8))), SHARDERS)
-    model = made._loop.model
-    assert {option.sharding_type for option in model.context.searched_options(model.search_space)} == {TW}
-
-
 def test_slices_of_an_embedding_collection_keep_the_width_that_was_asked_for() -> None:
     """They must be of one width, which lone slices of other tables, however large, do not decide."""
     configs = [
@@ -61,17 +53,6 @@ def test_slices_of_an_embedding_collection_keep_the_width_that_was_asked_for() -
         "cold": (TW, 1),
         "small": (TW, 1),
     }
-
-
-def test_what_costs_the_same_stays_whole() -> None:
-    """Tables that gain nothing by joining slices are not called column_wise."""
-    hot = {"wide": ParameterConstraints(pooling_factors=[50.0])}
-    made = planner(topology=topology(4), constraints=hot, cost_source="torchrec")
-    made.plan(
-        collection(table("wide", rows=500_000, dim=512), *(table(f"narrow{i}", dim=64) for i in range(3))), SHARDERS
-    )
-    types = {option.name: option.sharding_type for option in made.options}
-    assert types.pop("wide") == CW and set(types.values()) == {TW}
 
 
 @pytest.mark.parametrize(("cost_source", "are_guesses"), [("auto", True), ("torchrec", False)])
