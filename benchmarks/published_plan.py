@@ -3,12 +3,16 @@
 
     python benchmarks/published_plan.py --record published-plan.jsonl
     python benchmarks/published_plan.py --record published-plan.jsonl --costs auto
+    python benchmarks/published_plan.py --record published-plan.jsonl --costs auto --zipf 1.05
 
 The published plan has row-wise and column-wise shards, all in device memory. Its optimizer is not published. Here it is
 row-wise Adagrad, so exact training leaves our planner no column slices but of tables that FBGEMM cannot train unsplit.
 Ranks have the published network of 25 GiB/s; with ``--costs auto``, they are H100s. The bound is what a rank takes in
 the mean if every table has its cheapest option: no plan is below it by TorchRec's estimates, which add up.
 ``benchmarks/data/published_plan.json`` has the source, the licence and what is unknown.
+
+With ``--zipf`` the rows of both sequence tables are taken to be read by a power law of this exponent, which nobody
+published, at random places; the planner may then hold hot rows on every rank.
 """
 
 from __future__ import annotations
@@ -43,9 +47,11 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from common.output import append, provenance, quiet
-from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.search_space.kernels import sharding_in_words
+from dreamshard_planner.workload.ids import LEAST_READS, MOST_IDS, HotIds
+from dreamshard_planner.workload.reuse import default_reuse
 
 LOCAL_BATCH, RANKS, RANKS_PER_HOST = 2560, 96, 8
 HBM_GIB, DDR_GIB = 57.1, 128
@@ -107,6 +113,28 @@ def constraints() -> dict[str, ParameterConstraints]:
         )
         for row in rows()
     }
+
+
+def assumed_statistics(exponent: float) -> TableStatistics:
+    """Return statistics of the features of sequence tables whose rows are read by a power law."""
+    found = {}
+    for row in (row for row in rows() if row["module"] == SEQUENCES):
+        pooling_factor = row["indices"] / row["poolings"]
+        lookups = pooling_factor * LOCAL_BATCH
+        bins_TK, distinct_T = default_reuse([row["rows"]], [lookups], exponent)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(row["rows"], (2 * MOST_IDS,), generator=generator).unique()
+        ids = ids[torch.randperm(len(ids), generator=generator)[:MOST_IDS]]
+        popularity = torch.arange(1, row["rows"] + 1, dtype=torch.float64) ** -exponent
+        reads = lookups * popularity[: len(ids)] / popularity.sum()
+        kept = reads >= LEAST_READS
+        order = ids[kept].argsort()
+        hot = HotIds(tuple(ids[kept][order].tolist()), tuple(reads[kept][order].tolist())) if bool(kept.any()) else None
+        for index in range(row["features"]):
+            found[f"{row['table']}_{index}"] = FeatureStatistics(
+                pooling_factor, tuple(bins_TK[0].tolist()), LOCAL_BATCH, float(distinct_T[0]), hot=hot
+            )
+    return TableStatistics(found)
 
 
 def given(hbm_gib: float = HBM_GIB, gpu: str | None = None) -> dict[str, Any]:
@@ -179,12 +207,19 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help="no tables in unified memory")
     parser.add_argument("--no-sequences", dest="sequences", action="store_false", help="leave sequence tables out")
     parser.add_argument("--effort", default="default")
+    parser.add_argument("--zipf", type=float, help="exponent of the reads of sequence rows, not 1")
+    parser.add_argument("--hot-gib", type=float, default=1.0, help="with --zipf: most memory for hot rows of a rank")
     parser.add_argument("--record", type=Path, help="add a line to this file")
     args = parser.parse_args()
     quiet()
     arguments = given(args.hbm_gib, "h100" if args.costs == "auto" else None)
     for constraint in arguments["constraints"].values() if args.fused else ():
         constraint.compute_kernels = ["fused"]
+    if args.zipf is not None:
+        arguments["statistics"] = assumed_statistics(args.zipf)
+        arguments["hot_rows_bytes"] = int(args.hot_gib * 2**30)
+        # Replicas could not follow float16 weights that are rounded at random.
+        SHARDERS[1] = EmbeddingCollectionSharder({"stochastic_rounding": False}, qcomm_codecs_registry=CODECS)
     planner = DreamShardPlanner(**arguments, cost_source=args.costs, effort=args.effort)
     start = time.process_time()
     planner.plan(model(args.sequences), SHARDERS)
@@ -197,6 +232,7 @@ def main() -> None:
         "published_ms": published.total_ms,
         "torchrec_ms": {one.name: one.total_ms for one in planner.report().rivals}.get("torchrec"),
         "bound_ms": lower_bound_ms(planner) if args.costs == "torchrec" else None,
+        "hot_rows": [str(note) for note in planner.report().notes if note.code in ("hot_rows", "index_dedup")],
         "types": dict(Counter(sharding_in_words(o.sharding_type, o.compute_kernel) for o in planner.options)),
     }
     print(json.dumps(told, indent=1))

@@ -17,7 +17,7 @@ from dreamshard_planner.training import QUICK, calibration
 from tests.torchrun import forked, torchrun
 
 FOLDER = Path(__file__).parent.parent / "examples"
-ON_RANKS = ("replan", "reuse_plan", "train_dlrm")
+ON_RANKS = ("hot_rows", "replan", "reuse_plan", "train_dlrm")
 ALONE = {
     "calibrate": ("2", "my.safetensors"),
     "parquet_statistics": (),
@@ -51,6 +51,7 @@ def test_example_runs_on_two_ranks(name: str) -> None:
     source = "roofline (" if gpus else "network (cpu.safetensors"
     assert f"Compute: {source}" in done.stdout
     assert "trained 10 steps on 2 rank(s)" in done.stdout
+    assert ("hot rows on every rank" in done.stdout) == (name == "hot_rows")
     losses = re.findall(r"unmoved ([\d.]+), moved ([\d.]+)", done.stdout)
     assert len(losses) == (10 if name == "replan" else 0)
     assert all(float(unmoved) == pytest.approx(float(moved), abs=2e-6) for unmoved, moved in losses)
