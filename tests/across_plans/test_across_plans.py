@@ -355,13 +355,6 @@ def test_of_two_jobs_that_save_to_one_folder_the_first_to_end_has_it(
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_what_is_being_saved_under_a_longer_name_stays(tmp_path: Path) -> None:
-    other = saving.WholeWriter(tmp_path / "step.5")
-    other.prepare_global_plan([SavePlan([])])
-    save_across_plans({"model": {WEIGHT: torch.ones(ROWS, DIM)}}, tmp_path / "step")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [Path(other.path).name, "step"]
-
-
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     state = saved(tmp_path / "saved")
     data = next((tmp_path / "saved").glob("*.distcp"))

@@ -45,8 +45,6 @@ def plan_on(rank: int, world_size: int, port: int, folder: Path) -> None:
     ("world_size", "lost", "stop"),
     [
         (2, 0, signal.SIGKILL),
-        (2, 1, signal.SIGKILL),
-        (3, 0, signal.SIGTERM),
         (3, 2, signal.SIGKILL),
         (2, 0, signal.SIGINT),
         (2, 1, signal.SIGINT),

@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.torchrun import forked
 
 JOB = Path(__file__).parent / "pretended_job.py"
@@ -21,18 +19,3 @@ def test_mixed_cards_on_two_hosts() -> None:
     assert f"Planned for {named}: 42.4 to 85.0 GB each at 1,555 GB/s (the slowest card's)" in done.stdout
     assert "25 GB/s between hosts" in done.stdout and not re.search(TORCHREC_WARNS, done.stderr)
     assert re.findall(r"placed on .*", done.stdout)[0].count("/cpu") > 0 and "/cuda" not in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("card", "said"),
-    [
-        ("H100", "4 x NVIDIA H100 80GB HBM3 on 2 hosts, read from the driver: 85.0 GB each at 3,350 GB/s"),
-        ("ADA", "4 x NVIDIA RTX 6000 Ada Generation on 2 hosts, read from the driver: 51.0 GB each at 960 GB/s"),
-    ],
-)
-def test_four_ranks_on_two_hosts(card: str, said: str) -> None:
-    done = forked(JOB, "2", card, ranks=4)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1].startswith(f"Planned for {said}")
-    # The vendor of this card sells no network for it.
-    assert ("TorchRec's defaults" in done.stdout) == (card == "ADA")

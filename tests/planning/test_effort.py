@@ -5,30 +5,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from placement_tasks import storage_problem
-from sharding_tasks import sharding_cost
 from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
-from torchrec.distributed.planner.proposers import GreedyProposer
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.from_plan import job_of
-from dreamshard_planner.planning.search_plan import torchrec_plan
-from dreamshard_planner.policy import network
-from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.search import placing
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, Deadline, portion
-from dreamshard_planner.search.few_moves import _Walk
-from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts
-from dreamshard_planner.torchrec_components.loop import FewProposals
+from dreamshard_planner.search.effort import EFFORTS
 
 QUICK, THOROUGH = EFFORTS["quick"], EFFORTS["thorough"]
 READ = (40.0, 25.0, 9.0, 4.0, 2.0)
@@ -86,66 +76,6 @@ def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:
     assert proposals[0] < proposals[1] <= proposals[2]
     for made in (quick, default, thorough):
         assert all(made.report().chosen.total_ms <= rival.total_ms * (1 + 1e-6) for rival in made.report().rivals)
-
-
-def test_multiples_of_the_settings() -> None:
-    assert DEFAULT_SEARCH.times(1.0) == DEFAULT_SEARCH
-    more = DEFAULT_SEARCH.times(THOROUGH)
-    assert (more.reshards, more.reshards_per_table, more.last_moves, more.effort) == (80_000, 40, 160_000, 4.0)
-    assert [portion(count, QUICK) for count in (0, 1, 1000)] == [0, 1, round(1000 * QUICK)]
-
-
-def test_starts_roll_outs_and_group_moves_are_fewer_with_less_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    cost = sharding_cost(9, 5)
-    asked = OptionTotals(cost)
-    level = level_starts(cost, asked)
-    assert level_starts(cost, asked, effort=THOROUGH) == level
-    assert 0 < len(level_starts(cost, asked, effort=QUICK)) < len(level) / 2
-    moves = group_moves(cost, asked, level[0])
-    assert group_moves(cost, asked, level[0], THOROUGH) == moves
-    assert 0 < len(group_moves(cost, asked, level[0], QUICK)) < len(moves) / 2
-    episodes, play = [], network.roll_out
-
-    def counted(policy: Any, task: Any, count: int, *rest: Any) -> Any:
-        episodes.append(count)
-        return play(policy, task, count, *rest)
-
-    monkeypatch.setattr(network, "roll_out", counted)
-    for effort in (QUICK, 1.0, THOROUGH):
-        policy_starts(cost, prior_policy(), asked, effort=effort)
-    assert episodes[0] < episodes[1] == episodes[2]
-
-
-def test_torchrecs_plan_and_other_proposers_propose_as_often_as_effort_says() -> None:
-    made = planned()
-    space, left, estimate = made._model().search_space, made._model().left, made._model().context.estimate_as_torchrec
-    few, usual = (torchrec_plan(space, left, estimate, effort) for effort in (QUICK, 1.0))
-    assert few is not None and usual is not None and few.proposals < usual.proposals and not few.finished
-
-    def proposed(effort: float) -> int:
-        greedy = FewProposals(GreedyProposer(), Deadline(None), effort)
-        greedy.load(space)
-        count = 0
-        while (proposal := greedy.propose()) is not None:
-            count += 1
-            greedy.feedback(True, proposal, 1.0 / count)
-        return count
-
-    assert proposed(QUICK) < proposed(1.0)
-
-
-def test_replanning_tries_as_much_as_effort_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, tried = planned().saved_plan(), []
-    rated: Callable[..., Any] = _Walk._rated
-    monkeypatch.setattr(_Walk, "_rated", lambda walk, trials: (tried.append(len(trials)), rated(walk, trials))[1])
-    trials = []
-    for effort in ("quick", "default"):
-        made = planned(READ[::-1], effort=effort)
-        tried.clear()
-        found = made.replan(before, steps=10**9)
-        assert found.curve[-1].step_ms < found.curve[0].step_ms
-        trials.append(sum(tried))
-    assert trials[0] < trials[1] / 2
 
 
 def test_files_digests_and_jobs_tell_an_effort_that_is_not_the_default(tmp_path: Path) -> None:

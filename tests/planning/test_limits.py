@@ -20,7 +20,6 @@ from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
 from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.planning.infeasible import shortage
-from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.input_checks import MAX_BYTES, MAX_PER_SAMPLE, available_bytes, needed_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -118,12 +117,3 @@ def test_the_largest_numbers_leave_room_for_sums() -> None:
     assert f"table 'a' needs {2**29:,}.00 GiB of DDR" in told and f"{3 * 2**29:,}.00 GiB are" in told
     assert "-" not in told.replace("-wise", "")
     assert needed_bytes([]).shape == (0, 3)
-
-
-def test_the_searches_of_one_plan_share_their_seconds() -> None:
-    clock = Deadline(1000.0)
-    first, second = clock.left(), clock.left()
-    assert first is not None and second is not None and 0 < second <= first <= 1000.0
-    spent = Deadline(0.0)
-    assert spent.left() == 0.0
-    assert Deadline(None).left() is None

@@ -7,7 +7,7 @@ import itertools
 import json
 import pickle
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,9 +33,6 @@ from dreamshard_planner import (
     compare,
 )
 from dreamshard_planner.cli import app
-from dreamshard_planner.planning.replanning import Held, _Ways
-from dreamshard_planner.plans.replan import Move, Moving, OnRequest, best
-from dreamshard_planner.search.few_moves import _Walk
 from dreamshard_planner.search_space.modules import without_weights
 
 POOLING = (900.0, 600.0, 400.0, 200.0, 90.0, 60.0, 40.0, 10.0)
@@ -185,19 +182,6 @@ def test_a_curve_answers_for_other_steps_and_bytes_without_a_search() -> None:
     assert pickle.loads(pickle.dumps(found)).plans == tuple(found.plans) == tuple(found.plans[:])
 
 
-def test_a_plan_of_a_curve_is_made_when_it_is_asked_for_and_once() -> None:
-    made: list[int] = []
-    one = then().saved_plan()
-
-    def make(index: int) -> SavedPlan:
-        made.append(index)
-        return replace(one, name=str(index))
-
-    plans = OnRequest([partial(make, index) for index in range(3)])
-    assert len(plans) == 3 and made == []
-    assert plans[1] is plans[1] and plans[-1].name == "2" and made == [1, 2]
-
-
 def test_few_moves_find_what_trying_all_finds() -> None:
     """Whole tables on two ranks, every set of them that may trade places."""
     module = model("abcdef")
@@ -220,27 +204,6 @@ def test_few_moves_find_what_trying_all_finds() -> None:
     for move in found.curve:
         cheapest = min(cost for moved, cost in least.items() if moved <= move.bytes_moved)
         assert move.step_ms <= cheapest * 1.02
-
-
-def test_trials_cost_what_the_plans_after_them_do() -> None:
-    current, after = planned(topology=topology(4)).saved_plan(), planned("hgfedcba", topology=topology(4))
-    result = after._last()
-    with torch.no_grad():
-        ways = _Ways(result.model, Held.of(result.model, current, ()), result.plan)
-        walk = _Walk(ways.cost, ways.fresh, ways.kept, ways.received_UN)
-        walk.restart(ways.starts[0])
-        trials = list(walk._candidates())
-        overall_Q, _, bytes_Q = walk._rated(trials)
-        assert len(trials) > 30
-        for trial, overall, moved in zip(trials, overall_Q.tolist(), bytes_Q.tolist(), strict=True):
-            sharding = ways.starts[0]
-            for change in trial:
-                sharding = sharding.changed(*change)
-            if ways.cost.problem.fits(sharding):
-                assert overall == pytest.approx(ways.cost.overall_ms(sharding), rel=1e-9)
-            else:
-                assert overall == float("inf")
-            assert moved == sum(walk._bytes_of(change) - walk._bytes_of(walk._now(change[0])) for change in trial)
 
 
 def test_rules_and_memory_are_kept() -> None:
@@ -269,17 +232,6 @@ def test_a_plan_that_breaks_a_new_rule_cannot_stay() -> None:
     assert found.chosen.tables > 0 and "plan cannot stay" in found.sentence
     with pytest.raises(PlanError, match=r"max_bytes_moved=1: .* cannot stay, and the least that must move is \d"):
         found.over(1, max_bytes_moved=1)
-
-
-def test_tables_that_come_and_go_move_nothing() -> None:
-    current = planned(module=model("abcdef")).saved_plan()
-    after = planned("cdefgh", module=model("cdefgh"))
-    found = after.replan(current, steps=0)
-    check(found, current)
-    kept = {name for name in current.sharding["sparse"] if current.inputs.tables[f"sparse.{name}"] ==
-            found.plan.inputs.tables.get(f"sparse.{name}")}  # fmt: skip
-    assert found.chosen.bytes_moved == 0 and found.forced == ("new: 'sparse.g', 'sparse.h'",)
-    assert all(found.plan.sharding["sparse"][name] == current.sharding["sparse"][name] for name in kept)
 
 
 @pytest.mark.parametrize(
@@ -414,17 +366,6 @@ def test_bad_input_names_itself() -> None:
             made.replan(saved, **arguments)
     with pytest.raises(PlanError, match=r"nowhere\.json"):
         made.replan("nowhere.json", steps=1)
-
-
-def test_the_best_move_is_the_one_with_least_seconds_in_all() -> None:
-    moving = Moving(bytes_per_s=10.0, restart_seconds=1.0)
-    curve = [
-        Move(0, 0, 0, 5.0, 0.0),
-        Move(1, 100, 50, 3.0, moving.seconds(50)),
-        Move(2, 900, 90, 2.0, moving.seconds(90)),
-    ]
-    assert [best(curve, steps, None) for steps in (0, 2_999, 3_001, 3_999, 4_001)] == [0, 0, 1, 1, 2]
-    assert best(curve, 10**6, 899) == 1 and best(curve, 10**6, 99) == 0
 
 
 def test_the_command_writes_the_plan_and_the_page_and_says_what_to_do(tmp_path: Path) -> None:
