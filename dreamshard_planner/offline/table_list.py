@@ -31,7 +31,7 @@ OPTIMIZERS = {
 }
 MAX_WEIGHTS, MAX_DIM = 2**53, 2**20
 """Bounds of a table."""
-LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.serves)
+LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual and not kernel.serves)
 
 
 def _whole(value: Any) -> Any:

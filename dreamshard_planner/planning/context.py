@@ -29,8 +29,10 @@ from dreamshard_planner.search_space.enumeration import (
     WithLengths,
     estimate_all,
     torchrec_estimators,
+    unpriced,
 )
-from dreamshard_planner.search_space.options import by_table, check_readable, counted, type_of
+from dreamshard_planner.search_space.kernels import is_known
+from dreamshard_planner.search_space.options import by_table, counted, fqn_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.search_space.usable_options import (
     as_constrained,
@@ -38,7 +40,7 @@ from dreamshard_planner.search_space.usable_options import (
     usable_options,
     without_idle_halves,
 )
-from dreamshard_planner.support.formatting import size_in_words
+from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -132,12 +134,10 @@ class PlanRater:
     def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
         """Set the perf of every shard by TorchRec's own estimator, in place.
 
-        Options keep a perf of their own, maybe a user's, if it is the cost source.
+        Options keep a perf of their own, maybe a user's, if it is the cost source or prices an unknown kernel.
         """
-        for option in options:
-            check_readable(option)
-        if self._costs.takes_estimates:
-            options = [option for option in options if any(shard.perf is None for shard, _ in counted(option))]
+        estimated = (not self._costs.takes_estimates and is_known(option.compute_kernel) for option in options)
+        options = [option for option, again in zip(options, estimated, strict=True) if again or _lacks_perf(option)]
         estimate_all(self._torchrec[:1], options, self.sharders or ())
 
     def complete(self, options: list[ShardingOption]) -> None:
@@ -199,8 +199,13 @@ class PlanRater:
         """Return the sharding problem of some options; ``topology`` has the memory that the reservation left.
 
         Raises:
-            PlannerError: as of :meth:`OptionReader.read`.
+            PlannerError: an option's kernel is unknown and unpriced, or as of :meth:`OptionReader.read`.
         """
+        bare = [option for option in options if not is_known(option.compute_kernel) and _lacks_perf(option)]
+        if bare and not self._torchrec:
+            raise unpriced(bare[0], "its options come without perf")
+        if bare:
+            estimate_all(self._torchrec[:1], bare, self.sharders or ())
         return self.reader.read(options, topology or self.topology, self.links, with_storage)
 
     def cost(self, read: ReadProblem) -> Cost:
@@ -221,6 +226,7 @@ class PlanRater:
         """Return notes on the sources of a plan's cost, and on how its tables were read."""
         return (
             *self._costs.notes(plan, self.reader),
+            *self._price_notes(plan),
             *self._sync_note(plan),
             *noted("table", self.reader.notes(plan)),
         )
@@ -242,3 +248,24 @@ class PlanRater:
         if any(type_of(option).span == "host" for option in plan):
             text += f"; DMPCollection needs node_group_size={self.topology.local_world_size}"
         return (Note("source", text, {"sync_bytes": most, "sync_ms": sync_ms}),)
+
+    def _price_notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+        """Return a note per unknown kernel."""
+        priced: dict[str, list[str]] = {}
+        for option in plan:
+            if not is_known(option.compute_kernel) and not self._costs.takes_estimates:
+                priced.setdefault(option.compute_kernel, []).append(fqn_of(option))
+        return tuple(
+            Note(
+                "source",
+                f"{len(tables)} table(s) ({first_of(tables)}) use compute kernel {kernel!r}, of which this "
+                "planner has no costs: their compute is priced by the estimates of their options, which are TorchRec's "
+                "unless an estimator that was given made them",
+                {"tables": float(len(tables))},
+            )
+            for kernel, tables in sorted(priced.items())
+        )
+
+
+def _lacks_perf(option: ShardingOption) -> bool:
+    return any(shard.perf is None for shard, _ in counted(option))

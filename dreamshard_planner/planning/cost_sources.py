@@ -78,7 +78,8 @@ class NetworkCosts:
             compute = compute.needed_by(problem.features_PF)
         dense_P, ssd_bytes_P = read.column("dense_elements"), read.column("ssd_bytes")
         sync_ms_P = read.column("synced_bytes") * self.sync_ms_per_byte
-        if not any(bool(extra_P.any()) for extra_P in (dense_P, ssd_bytes_P, sync_ms_P)):
+        estimated = [index for index, part in enumerate(read.parts) if part.is_estimated]
+        if not estimated and not any(bool(extra_P.any()) for extra_P in (dense_P, ssd_bytes_P, sync_ms_P)):
             return Cost(problem, compute)
         dense_ms_P = dense_ms(dense_P, read.column("dense_passes"), self.topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
@@ -87,6 +88,11 @@ class NetworkCosts:
         latent_PH = adjusted.encode(problem.features_PF).double()
         # A rank waits for its replicas, and for no other rank of its group.
         latent_PH[:, adjusted.EXTRA_MS] = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
+        for part in estimated:
+            perf = read.parts[part].shard.perf
+            price_ms = [perf.fwd_compute + perf.prefetch_compute, perf.bwd_compute]
+            latent_PH[part] = 0.0
+            latent_PH[part, adjusted.EXTRA_MS] = torch.tensor(price_ms, dtype=torch.float64)
         return Cost(problem, adjusted, latent_PH)
 
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:

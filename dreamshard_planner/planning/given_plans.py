@@ -17,7 +17,7 @@ from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingP
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
-from dreamshard_planner.search_space.kernels import CACHING, FUSED
+from dreamshard_planner.search_space.kernels import CACHING, FUSED, is_known
 from dreamshard_planner.search_space.options import (
     by_table,
     cannot_lie_so,
@@ -201,11 +201,14 @@ def _check_rows(option: ShardingOption) -> None:
 
 
 def _is_stale(option: ShardingOption, known: ShardingOption | None) -> bool:
-    """Return whether an option still has the storage of another kernel or cache size than the enumerated option."""
+    """Return whether an option still has the storage of another kernel or cache size than the enumerated option.
+
+    Options of an unknown kernel may differ in storage alone.
+    """
     if known is None:
         return False
     same_storage, same_size = _storage(option) == _storage(known), option.cache_load_factor == known.cache_load_factor
-    return same_storage != same_size
+    return same_storage != same_size and (same_storage or is_known(option.compute_kernel))
 
 
 def _storage(option: ShardingOption) -> list[Storage | None]:

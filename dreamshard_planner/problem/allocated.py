@@ -113,6 +113,9 @@ def allocated_bytes(name: str, table: Table, size: tuple[int, ...], params: Mapp
         if (most_mb := params.get("max_l1_cache_size")) is not None:
             slots = min(slots, int(most_mb * 2**20 / row_bytes / CACHE_SET_ROWS) * CACHE_SET_ROWS)
         kept = per_weight + row_states * rows
+        if kernel.virtual:  # states lie behind the weights of a row, padded to four elements
+            row_bytes += math.ceil(kept / rows / table.weight_bytes / 4) * 4 * table.weight_bytes
+            kept = 0.0
         return math.ceil(slots * (row_bytes + slot_bytes) + kept), math.ceil(2 * slots * (row_bytes + EVICTED_BYTES))
     if kernel.memory == "device":
         moved = per_weight if params.get("uvm_non_rowwise_momentum") else 0.0

@@ -18,7 +18,7 @@ from torchrec.distributed.types import CacheParams
 from dreamshard_planner.cost.collectives import Collective
 from dreamshard_planner.cost.problem import Problem, Sharding, Unit
 from dreamshard_planner.cost.roofline import DENSE_PASSES
-from dreamshard_planner.search_space.kernels import FUSED, fuses_as, kernel_of
+from dreamshard_planner.search_space.kernels import FUSED, fuses_as, is_known, kernel_of
 from dreamshard_planner.search_space.options import (
     cannot_lie_so,
     fqn_of,
@@ -46,6 +46,11 @@ class Part:
     """Index of the fused group."""
     exchanges: tuple[tuple[Collective, float], ...]
     """Collectives that carry lookups and outputs, and bytes to each peer."""
+
+    @property
+    def is_estimated(self) -> bool:
+        """True if the kernel is unknown, so that the shard's perf is its cost."""
+        return not is_known(self.option.compute_kernel)
 
     @property
     def dense_elements(self) -> float:
@@ -147,7 +152,8 @@ def parts_of(
         # Row blocks differ by their place if the looked-up ids are known.
         differ = whole.ids is not None and shard.size[0] < whole.rows
         for first_row in [run.offset(index)[0] for index in range(run.count)] if differ else [shard.offset[0]]:
-            key = (*shard.size, shard.storage if with_storage else None, first_row if differ else None)
+            price = None if is_known(option.compute_kernel) else shard.perf
+            key = (*shard.size, shard.storage if with_storage else None, first_row if differ else None, price)
             if key not in index_of:
                 # Columns of a quantized table's tensor may be bytes.
                 columns = shard.size[1] * whole.dim // max(1, option.tensor.shape[1])
@@ -213,7 +219,7 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         repr(compat.optimizer_classes(tensor)),
         repr(compat.optimizer_arguments(tensor)),
         table.pooled,
-        option.name if fused_params.get("use_one_tbe_per_table") else None,
+        option.name if fused_params.get("use_one_tbe_per_table") or not is_known(option.compute_kernel) else None,
         fused_params.get("output_dtype"),
         tuple(set_fused_params(option, fused_params).values()),
         repr(getattr(option, "key_value_params", None)) if key_value else None,

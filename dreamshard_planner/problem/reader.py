@@ -46,7 +46,7 @@ from dreamshard_planner.search_space.input_checks import (
 )
 from dreamshard_planner.search_space.kernels import CACHING, DENSE, in_host_memory, memory_of, serves
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
-from dreamshard_planner.search_space.options import by_table, check_readable, fqn_of, type_of
+from dreamshard_planner.search_space.options import by_table, fqn_of, tower_refused, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.sharding_types import TableFacts
 from dreamshard_planner.torchrec_components import compat
@@ -116,16 +116,16 @@ class OptionReader:
             with_storage: False before storage is estimated: memory then binds nothing.
 
         Raises:
-            PlannerError: an option cannot be placed, or is of an embedding tower or a kernel without costs.
+            PlannerError: an option cannot be placed, or is of an embedding tower.
         """
         tables = by_table(options)
         flat = [option for choices in tables.values() for option in choices]
-        for option in flat:
-            check_readable(option)
         groups: dict[Any, int] = {}
         parts: list[Part] = []
         read: dict[str, list[Option]] = {fqn: [] for fqn in tables}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
+            if option.dependency:
+                raise tower_refused(fqn_of(option))
             shardable, table, fused = self._shardable(option), self.table(option, topology), self._fused_params(option)
             group = groups.setdefault(group_key(option, table, shardable.config, fused), len(groups))
             element_bytes = wire_bytes(option, shardable.sharder, fused)

@@ -24,6 +24,7 @@ from dreamshard_planner.search_space.kernels import (
     KERNELS,
     KEY_VALUE,
     in_host_memory,
+    is_known,
     serves,
 )
 from dreamshard_planner.search_space.modules import (
@@ -376,7 +377,8 @@ def _usable_kernels(
 ) -> list[str] | None:
     """Return the compute kernels that sharder, device and constraint allow a table.
 
-    None stands for TorchRec's own choice, since TorchRec's statistics list all constrained tables.
+    Unknown kernels are used if they are named or the sharder offers no others. None stands for TorchRec's own choice,
+    since TorchRec's statistics list all constrained tables.
 
     Raises:
         PlannerError: there are none, because of the sharder or the constraint.
@@ -394,26 +396,26 @@ def _usable_kernels(
         )
     # A sharder of trained tables that offers a kernel of quantized ones, or the other way round, cannot mean it.
     quantized = isinstance(sharder, BaseQuantEmbeddingSharder)
-    fitting = {kernel for kernel in offered & KERNELS.keys() if serves(kernel) == quantized}
+    fitting = {kernel for kernel in offered if serves(kernel) == quantized or not is_known(kernel)}
     if not fitting:
         raise refused(
             f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
-            f"others on {compute_device}, and none is a kernel for {'quantized' if quantized else 'trained'} tables "
-            f"that the planner has costs of: {', '.join(n for n, one in KERNELS.items() if one.serves == quantized)}."
+            f"others on {compute_device}, and they are for tables that are {'trained' if quantized else 'quantized'}. "
+            "Give the sharder's kernels for its own tables."
         )
     named = constraint.compute_kernels
     if not named:
-        unasked = {kernel for kernel in fitting if not KERNELS[kernel].store}
+        unasked = {kernel for kernel in fitting & KERNELS.keys() if not KERNELS[kernel].store}
         if unasked and unasked == told - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS}:
             return None
         return sorted(unasked or fitting)
-    usable = {kernel for kernel in named if kernel in KERNELS and (has_ssd or kernel != KEY_VALUE)}
+    usable = {kernel for kernel in named if has_ssd or kernel != KEY_VALUE}
     if not usable & fitting:
         why = "" if has_ssd or KEY_VALUE not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
         raise refused(
             f"table {table.fqn!r} may only use compute kernels {sorted(set(named))}, and {type(sharder).__name__} "
-            f"offers {sorted(offered)} on {compute_device}{why}; the planner has costs of {', '.join(KERNELS)}. Allow "
-            "another one in its ParameterConstraints.compute_kernels."
+            f"offers {sorted(offered)} on {compute_device}{why}. Allow another one in its "
+            "ParameterConstraints.compute_kernels."
         )
     return sorted(usable)
 

@@ -14,6 +14,7 @@ from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    PlannerError,
     Shard,
     ShardEstimator,
     ShardingOption,
@@ -21,9 +22,9 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.search_space.kernels import serves
+from dreamshard_planner.search_space.kernels import KERNELS, is_known, serves
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.options import SHARDS, EnumeratedOption, by_table, counted, refused
+from dreamshard_planner.search_space.options import SHARDS, EnumeratedOption, by_table, counted, fqn_of, refused
 from dreamshard_planner.support.torch_state import collector_paused
 from dreamshard_planner.torchrec_components import compat
 
@@ -68,7 +69,7 @@ class OncePerSize(ShardEstimator):
 
 
 class TrainedOrServed(ShardEstimator):
-    """One estimator for trained tables, another for quantized ones."""
+    """One estimator for trained tables, another for quantized ones; PlannerError if no one prices a kernel."""
 
     def __init__(self, trained: ShardEstimator, served: ShardEstimator) -> None:
         self._trained, self._served = trained, served
@@ -76,10 +77,27 @@ class TrainedOrServed(ShardEstimator):
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the two raise."""
         quantized = [option for option in sharding_options if serves(option.compute_kernel)]
-        trained = [option for option in sharding_options if not serves(option.compute_kernel)]
+        trained = [o for o in sharding_options if is_known(o.compute_kernel) and not serves(o.compute_kernel)]
         self._trained.estimate(trained, *args, **kwargs)
         if quantized:
             self._served.estimate(quantized, *args, **kwargs)
+        for option in sharding_options:
+            if not is_known(option.compute_kernel):
+                try:
+                    self._trained.estimate([option], *args, **kwargs)
+                except (RuntimeError, ValueError) as error:
+                    raise unpriced(
+                        option, f"TorchRec's estimator raised {type(error).__name__}, {str(error).rstrip('.')}"
+                    ) from error
+
+
+def unpriced(option: ShardingOption, why: str) -> PlannerError:
+    """Make the error of an option whose kernel is unknown and has no price."""
+    return refused(
+        f"table {fqn_of(option)!r} is to use compute kernel {option.compute_kernel!r}, whose cost is unknown: {why}. "
+        "Give the planner an enumerator with an estimator that sets its perf, or allow one of "
+        f"{', '.join(KERNELS)} in the table's ParameterConstraints.compute_kernels."
+    )
 
 
 class WithLengths(ShardEstimator):

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""FBGEMM's kernels by TorchRec's names, one row each; options of other kernels are refused.
+"""FBGEMM's kernels by TorchRec's names, one row each; options of other kernels are priced by their estimates.
 
 This module imports nothing, since it is read before torch is imported.
 """
@@ -19,6 +19,8 @@ class Kernel:
     """True if table-sized gradients leave the kernel for an optimizer outside."""
     store: bool = False
     """True for a key-value store, which TorchRec uses only if a constraint names it; its cache hits are not counted."""
+    virtual: bool = False
+    """True if the table grows with its ids, for which its config must ask."""
     serves: bool = False
     """True for quantized tables, which are never trained."""
 
@@ -31,6 +33,9 @@ KERNELS = {
     "fused_uvm": Kernel("uvm"),
     KEY_VALUE: Kernel("ssd", store=True),
     DENSE: Kernel("device", dense=True),
+    "ssd_virtual_table": Kernel("ssd", store=True, virtual=True),
+    "dram_virtual_table": Kernel("uvm", store=True, virtual=True),
+    "dram_ssd_virtual_table": Kernel("ssd", store=True, virtual=True),
     QUANT: Kernel("device", serves=True),
     "quant_uvm_caching": Kernel("uvm_caching", serves=True),
     "quant_uvm": Kernel("uvm", serves=True),
@@ -39,8 +44,13 @@ FUSED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.den
 SERVING_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.serves)
 
 
+def is_known(name: str) -> bool:
+    """Return whether the planner has costs of a kernel."""
+    return name in KERNELS
+
+
 def kernel_of(name: str) -> Kernel:
-    """Return the row of a kernel. An unknown kernel, which no plan has, counts as one in device memory."""
+    """Return the row of a kernel. An unknown kernel counts as one in device memory."""
     return KERNELS.get(name, Kernel("device"))
 
 
@@ -57,7 +67,8 @@ def in_host_memory(name: str) -> bool:
 def fuses_as(name: str) -> str:
     """Return the kernel that TorchRec groups tables by: one for fused kernels of any memory, one for serving ones."""
     kernel = kernel_of(name)
-    return name if kernel.dense or kernel.store else QUANT if kernel.serves else FUSED
+    apart = kernel.dense or kernel.store or not is_known(name)
+    return name if apart else QUANT if kernel.serves else FUSED
 
 
 def serves(name: str) -> bool:

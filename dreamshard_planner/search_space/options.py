@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from torchrec.distributed.planner.types import Perf, PlannerError, PlannerErrorType, Shard, ShardingOption, Storage
 
-from dreamshard_planner.search_space.kernels import KERNELS
+from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec
 
 SHARDS = {"shards", "_runs", "_ranks", "_shards"}
@@ -212,17 +212,6 @@ def refused(reason: str) -> PlannerError:
     return PlannerError(reason, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
-def check_readable(option: ShardingOption) -> None:
-    """Raise PlannerError for an option of an embedding tower or of a kernel without costs."""
-    if option.dependency:
-        raise tower_refused(fqn_of(option))
-    if option.compute_kernel not in KERNELS:
-        raise refused(
-            f"table {fqn_of(option)!r} is to use compute kernel {option.compute_kernel!r}, of which the planner has no "
-            f"costs: allow one of {', '.join(KERNELS)} in its ParameterConstraints.compute_kernels"
-        )
-
-
 def tower_refused(fqn: str) -> PlannerError:
     """Make the error of a table of an embedding tower."""
     return refused(
@@ -265,12 +254,16 @@ def by_table(options: Iterable[ShardingOption]) -> dict[str, list[ShardingOption
 
 
 def same_option(one: ShardingOption, other: ShardingOption) -> bool:
-    """Return whether two options of one table are equal, on any ranks."""
+    """Return whether two options of one table are equal; options of an unknown kernel also differ by estimates."""
     one_way, other_way = (
         (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards)
         for option in (one, other)
     )
-    return one_way == other_way
+    if one_way != other_way or is_known(one.compute_kernel):
+        return one_way == other_way
+    return [(shard.perf, shard.storage) for shard in one.shards] == [
+        (shard.perf, shard.storage) for shard in other.shards
+    ]
 
 
 def same_options(plan: Sequence[ShardingOption], other: Sequence[ShardingOption]) -> bool:

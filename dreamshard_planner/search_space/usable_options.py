@@ -21,7 +21,7 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.kernels import CACHING, serves
+from dreamshard_planner.search_space.kernels import CACHING, is_known, kernel_of, serves
 from dreamshard_planner.search_space.modules import exchange_codecs, fused_params, output_type
 from dreamshard_planner.search_space.options import (
     EnumeratedOption,
@@ -65,7 +65,7 @@ def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[Ow
     """Return the option with 2, 4, ... slices merged into one, or a single slice halved. All slices stay equal.
 
     Each slice repeats every lookup, so two slices are often enough. Options of an EmbeddingCollection, whose slices
-    must have one width, get none.
+    must have one width, and of unknown kernels, which an estimator prices as enumerated, get none.
 
     Args:
         option: TorchRec's.
@@ -73,7 +73,7 @@ def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[Ow
     """
     spec = type_of(option)
     fixed = spec.span != "rank" or isinstance(option.module[1], EmbeddingCollection | nn.EmbeddingBag)
-    if fixed or not spec.splits_columns:
+    if fixed or not spec.splits_columns or not is_known(option.compute_kernel):
         return []
     if option.num_shards == 1:
         width = option.shards[0].size[1]
@@ -205,6 +205,7 @@ def broken_cut(option: ShardingOption, compute_device: str) -> str | None:
         lacks_rows=not all(size[0] for size in sizes),
         is_too_wide=compute_device == "cuda"
         and any(size[1] > MOST_CUDA_COLUMNS for size in sizes)
+        and is_known(kernel)
         and not serves(kernel),
         misses_rows=MISSED_ROWS in reasons and misses_rows(option),
     )
@@ -214,13 +215,13 @@ def broken_cut(option: ShardingOption, compute_device: str) -> str | None:
 def misses_rows(option: ShardingOption) -> bool:
     """Return whether a block starts or ends elsewhere than TorchRec's lookup assumes: at equal blocks, rounded up.
 
-    The lookups of served tables know their blocks. Shards that do not add up to the table are
+    The lookups of served and of virtual tables know their blocks. Shards that do not add up to the table are
     placeholders of an enumerator, which TorchRec does not run.
     """
-    runs = runs_of(option)
+    kernel, runs = kernel_of(option.compute_kernel), runs_of(option)
     rows, columns = option.tensor.shape
     held = sum(math.prod(run.first.size) * run.count for run in runs)
-    if serves(option.compute_kernel) or held != rows * columns:
+    if kernel.serves or kernel.virtual or held != rows * columns:
         return False
     blocks = max(1, option.num_shards * runs[0].first.size[1] // columns)
     most, index = -(-rows // blocks), 0

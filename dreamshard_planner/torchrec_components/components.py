@@ -27,6 +27,7 @@ from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import Deadline, portion
+from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.options import set_perf
 from dreamshard_planner.support.torch_state import neutral, single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -78,7 +79,7 @@ class DreamShardEstimator(ShardEstimator):
         sharder_map: Mapping[str, object] | None = None,  # TorchRec 1.6
         sharder_data_map: Mapping[str, object] | None = None,  # TorchRec 1.7 and later
     ) -> None:
-        """Set the perf of every shard.
+        """Set the perf of every shard, except of unknown kernels, which keep their price.
 
         Raises:
             PlannerError: an option cannot be rated.
@@ -95,7 +96,8 @@ class DreamShardEstimator(ShardEstimator):
         ]
         for options, choices in zip(read.options, read.problem.tables, strict=True):
             for option, choice in zip(options, choices, strict=True):
-                set_perf(option, [perf_P[part] for part in choice.parts])
+                if is_known(option.compute_kernel):
+                    set_perf(option, [perf_P[part] for part in choice.parts])
 
 
 class DreamShardPerfModel(PerfModel):
@@ -113,7 +115,7 @@ class DreamShardPerfModel(PerfModel):
         """Return the overall cost in milliseconds, plus :data:`TIE_WEIGHT` of the compute of all ranks.
 
         Raises:
-            PlannerError: a kernel without costs, a table of an embedding tower, or impossible ranks.
+            PlannerError: an unpriced kernel, tables that depend on others, or impossible ranks.
         """
         with single_thread():
             costs = self._context.rated(plan).costs

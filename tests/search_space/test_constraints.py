@@ -15,14 +15,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    PlannerError,
-    PlannerErrorType,
-    ShardingOption,
-    Topology,
-)
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
+from torchrec.distributed.types import KeyValueParams, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
@@ -204,6 +198,28 @@ def test_tables_on_ssds() -> None:
     assert faster.report().chosen.total_ms < planner.report().chosen.total_ms
 
 
+@pytest.mark.parametrize("kernel", ["ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table"])
+def test_virtual_tables(kernel: str) -> None:
+    """A table of rows without number, of which memory holds those that are in use."""
+    table = EmbeddingConfig(
+        name="t0",
+        num_embeddings=2**50,
+        embedding_dim=64,
+        feature_names=["f0"],
+        use_virtual_table=True,
+        total_num_buckets=2**10,
+    )
+    model = nn.Module()
+    model.sequence = EmbeddingCollection(tables=[table], device=META)
+    constraint = ParameterConstraints(sharding_types=[RW], compute_kernels=[kernel])
+    assert "Tables do not fit" in refusal(model, {"t0": constraint})  # a fifth of all rows would be cached
+    constraint.key_value_params = KeyValueParams(max_l1_cache_size=100)
+    planner = planned(model, {"t0": constraint})
+    (option,) = planner.options
+    assert (option.sharding_type, option.compute_kernel) == (RW, kernel)
+    assert [shard.rank for shard in option.shards] == [0, 1, 2, 3] and planner.report().chosen.total_ms > 0
+
+
 class EveryKernelSharder(EmbeddingBagCollectionSharder):
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return [kernel.value for kernel in EmbeddingComputeKernel]
@@ -212,28 +228,6 @@ class EveryKernelSharder(EmbeddingBagCollectionSharder):
 def test_a_sharder_that_offers_unknown_kernels_besides() -> None:
     (option,) = planned(bags((100, 16)), {}, [EveryKernelSharder()]).options
     assert option.compute_kernel in ("fused", "fused_uvm", "fused_uvm_caching")
-    for kernel in ("customized_kernel", "ssd_virtual_table"):
-        text = refusal(bags((100, 16)), {"t0": ParameterConstraints(compute_kernels=[kernel])}, [EveryKernelSharder()])
-        assert f"'sparse.t0' may only use compute kernels ['{kernel}']" in text and "has costs of fused, " in text
-
-
-class OwnEnumerator(EmbeddingEnumerator):
-    """Gives every table a kernel that only it knows."""
-
-    def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
-        options = super().enumerate(module, sharders)
-        for option in options:
-            option.compute_kernel = "customized_kernel"
-        return options
-
-
-def test_an_enumerator_of_unknown_kernels_is_refused() -> None:
-    gpus = Topology(4, "cuda", hbm_cap=GIB, ddr_cap=GIB)
-    for arguments in ({}, {"cost_source": "torchrec"}):
-        enumerator = OwnEnumerator(gpus, 64)
-        planner = DreamShardPlanner(topology=gpus, batch_size=64, enumerator=enumerator, stats=[], **arguments)
-        with pytest.raises(PlannerError, match="'sparse.t0' is to use compute kernel 'customized_kernel', of which"):
-            planner.plan(bags((100, 16)), SHARDERS)
 
 
 def test_a_mix_of_types_fits_where_torchrec_finds_no_plan() -> None:

@@ -27,6 +27,7 @@ from torchrec.distributed.planner.types import (
     CustomTopologyData,
     ParameterConstraints,
     Perf,
+    PlannerError,
     ShardingOption,
     Topology,
 )
@@ -256,8 +257,8 @@ def test_a_failing_estimate_leaves_the_shards() -> None:
     model, topology, sharders = random_model(rng), Topology(4, "cuda", local_world_size=2), random_sharders(rng)
     options = FastEnumerator(topology, 512).enumerate(model, sharders)
     before = by_kind(options)
-    options[-1].compute_kernel, right = "customized_kernel", options[-1].compute_kernel
-    with pytest.raises((RuntimeError, ValueError), match="customized_kernel"):
+    options[-1].compute_kernel, right = "none such", options[-1].compute_kernel
+    with pytest.raises(PlannerError, match="'none such', whose cost is unknown"):
         estimate_all(torchrec_estimators(topology), options, sharders)
     options[-1].compute_kernel = right
     assert by_kind(options) == before

@@ -1,0 +1,233 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Compute kernels without costs of the planner's own: their estimator prices them, and the report says so."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_models import SHARDERS, collection, planner, table, topology
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.proposers import UniformProposer
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Perf,
+    PlannerError,
+    Shard,
+    ShardEstimator,
+    ShardingOption,
+    Storage,
+)
+from torchrec.distributed.types import CacheParams
+
+from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.search_space.sharding_types import CW, RW, TW
+from dreamshard_planner.torchrec_components.loop import JsonPlanLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+CUSTOM = "customized_kernel"
+FORWARD_MS, BACKWARD_MS, PREFETCH_MS = 1.0, 2.0, 4.0
+GPUS = topology(2, 2**30, "cuda")
+
+
+class CustomSharder(EmbeddingBagCollectionSharder):
+    """Offers a kernel of its own beside TorchRec's."""
+
+    kernel = CUSTOM
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [*super().compute_kernels(sharding_type, compute_device_type), self.kernel]
+
+
+class TritonSharder(CustomSharder):
+    kernel = "fused_triton"
+
+
+class OwnEstimator(ShardEstimator):
+    """Prices the custom kernel by its cache and its shard's index; leaves other kernels to an estimator of TorchRec."""
+
+    def __init__(self, estimator: ShardEstimator, sets: str) -> None:
+        self._estimator, self._sets = estimator, sets
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        others = [option for option in sharding_options if option.compute_kernel != CUSTOM]
+        self._estimator.estimate(others, *args, **kwargs)
+        for option in (option for option in sharding_options if option.compute_kernel == CUSTOM):
+            cached = option.cache_load_factor or 1.0
+            for index, shard in enumerate(option.shards):
+                slower = (1 + index) / cached
+                perf = Perf(FORWARD_MS * slower, 0.5, BACKWARD_MS * slower, 0.5, prefetch_compute=PREFETCH_MS * slower)
+                storage = Storage(hbm=int(cached * 1000) + option.caching, ddr=1000)
+                setattr(shard, self._sets, perf if self._sets == "perf" else storage)
+
+
+class OwnEnumerator(EmbeddingEnumerator):
+    """Keeps its own rules by fully qualified name: the tables named get the custom kernel with caches of several sizes,
+    each in two modes that TorchRec knows nothing of."""
+
+    def __init__(self, custom: tuple[str, ...], sharding_type: str = RW, modes: tuple[int, ...] = (0, 1)) -> None:
+        estimators = [
+            OwnEstimator(EmbeddingPerfEstimator(GPUS), "perf"),
+            OwnEstimator(EmbeddingStorageEstimator(GPUS), "storage"),
+        ]
+        super().__init__(GPUS, 64, estimator=estimators)
+        self._custom, self._type, self._modes = custom, sharding_type, modes
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        made = [option for option in sharding_options if option.fqn not in self._custom]
+        for option in sharding_options:
+            if option.fqn in self._custom and (option.sharding_type, option.compute_kernel) == (self._type, "fused"):
+                for caching in self._modes:
+                    for load_factor in (0.1, 0.5):
+                        variant = copy.deepcopy(option)
+                        variant.compute_kernel, variant.cache_params = CUSTOM, CacheParams(load_factor=load_factor)
+                        variant.use_custom, variant.caching = True, caching
+                        made.append(variant)
+        sharding_options[:] = made
+        super().populate_estimates(sharding_options)
+
+
+def model(tables: int = 3) -> nn.Module:
+    made = nn.Module()
+    made.sparse = collection(*(table(f"t{i}", 1000, 64) for i in range(tables)))
+    return made
+
+
+def custom_planner(custom: tuple[str, ...] = ("sparse.t0",), kind: str = RW, **arguments: Any) -> DreamShardPlanner:
+    return planner(topology=GPUS, enumerator=OwnEnumerator(custom, kind), effort="quick", **arguments)
+
+
+def source_notes(made: DreamShardPlanner) -> str:
+    return "\n".join(note.text for note in made.report().notes if note.code == "source")
+
+
+@pytest.mark.parametrize("proposer", [None, [UniformProposer()]])
+@pytest.mark.parametrize("cost_source", ["auto", "roofline", "torchrec"])
+def test_an_enumerator_prices_its_own_kernel(cost_source: str, proposer: list[Any] | None) -> None:
+    made = custom_planner(cost_source=cost_source, proposer=proposer)
+    plan = made.plan(model(), SHARDERS)
+    option = next(option for option in made.options if option.name == "t0")
+    assert option.compute_kernel == plan.plan["sparse"]["t0"].compute_kernel == CUSTOM
+    # What the enumerator set is still there, of the cache that costs least.
+    assert option.use_custom and option.cache_load_factor == 0.5
+    assert [shard.storage.hbm for shard in option.shards] == [500 + option.caching] * 2
+    assert [shard.perf.prefetch_compute for shard in option.shards] == [2 * PREFETCH_MS, 4 * PREFETCH_MS]
+    # Shards of one size may have prices of their own: the second rank takes twice as long for the table.
+    compute_ms = FORWARD_MS + BACKWARD_MS + PREFETCH_MS
+    costs = made.report().chosen
+    if cost_source != "torchrec":
+        assert 4 * compute_ms - 1 <= costs.total_ms < 4 * compute_ms + 2
+        assert "1 table(s) (sparse.t0)" in source_notes(made) and CUSTOM in source_notes(made)
+        assert "an estimator that was given made them" in source_notes(made)
+    assert made.predict(made.options).total_ms == pytest.approx(costs.total_ms)
+
+
+def test_only_the_exchanges_of_such_a_table_are_costed() -> None:
+    """The price replaces compute, so the table adds just that to its ranks, beside fused tables and alone."""
+    both, alone = custom_planner(), custom_planner()
+    both.plan(model(2), SHARDERS)
+    alone.plan(model(1), SHARDERS)
+    compute_ms = 2 * (FORWARD_MS + BACKWARD_MS + PREFETCH_MS)
+    assert alone.report().chosen.rank_ms == pytest.approx((compute_ms, 2 * compute_ms))
+    assert alone.report().chosen.collectives_ms > 0
+    entry = {entry.name: entry for entry in both.report().tables}["sparse.t0"]
+    assert entry.shard_ms == pytest.approx((compute_ms, 2 * compute_ms))
+
+
+def test_the_search_weighs_the_prices() -> None:
+    """Four tables of equal price: two on each rank."""
+    made = custom_planner(tuple(f"sparse.t{i}" for i in range(4)), TW)
+    made.plan(model(4), SHARDERS)
+    ranks = sorted(option.shards[0].rank for option in made.options)
+    assert ranks == [0, 0, 1, 1] and {option.compute_kernel for option in made.options} == {CUSTOM}
+
+
+def test_plans_of_such_kernels_are_saved_loaded_and_explained(tmp_path: Path) -> None:
+    # TorchRec loads no plan where two options differ in what only their enumerator knows.
+    made, loaded = (planner(topology=GPUS, enumerator=OwnEnumerator(("sparse.t0",), modes=(1,))) for _ in range(2))
+    path = tmp_path / "plan.json"
+    plan = made.plan(model(), SHARDERS)
+    made.save_plan(path)
+    assert SavedPlan.load(path).sharding["sparse"]["t0"].kernel == CUSTOM
+    loaded.plan_loader = JsonPlanLoader(path)
+    again = loaded.plan(model(), SHARDERS)
+    assert again.plan["sparse"]["t0"] == plan.plan["sparse"]["t0"]
+    assert loaded.report().chosen.total_ms == pytest.approx(made.report().chosen.total_ms)
+    assert next(option for option in loaded.options if option.name == "t0").use_custom
+    assert "sparse.t0" in {entry.table for entry in made.explain().tables}
+    assert made.replan(plan, steps=10).plan.sharding["sparse"]["t0"].kernel == CUSTOM
+
+
+def test_a_constraint_may_name_a_kernel_that_torchrec_prices() -> None:
+    named = ParameterConstraints(compute_kernels=["fused_triton"])
+    made = planner(topology=GPUS, constraints={"t0": named}, effort="quick")
+    made.plan(model(), [TritonSharder()])
+    kernels = {option.name: option.compute_kernel for option in made.options}
+    assert kernels["t0"] == "fused_triton" and "fused_triton" not in (kernels["t1"], kernels["t2"])
+    assert "which are TorchRec's" in source_notes(made) and "(sparse.t0)" in source_notes(made)
+    entry = {entry.name: entry for entry in made.report().tables}["sparse.t0"]
+    assert entry.kernel == "fused_triton" and min(entry.shard_ms) > 0
+
+
+@pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
+@pytest.mark.parametrize("kernel", [CUSTOM, "warp9"])
+def test_a_kernel_that_nobody_prices_is_refused(cost_source: str, kernel: str) -> None:
+    class Sharder(CustomSharder):
+        pass
+
+    Sharder.kernel = kernel
+    named = ParameterConstraints(compute_kernels=[kernel])
+    made = planner(topology=GPUS, constraints={"t0": named}, cost_source=cost_source)
+    with pytest.raises(PlannerError, match=rf"'sparse.t0' .*'{kernel}'.*enumerator") as caught:
+        made.plan(model(), [Sharder()])
+    assert "compute_kernels" in str(caught.value)
+
+
+def test_such_a_table_is_not_cut_by_slices_of_our_own() -> None:
+    named = ParameterConstraints(sharding_types=[CW], compute_kernels=["fused_triton"], min_partition=16)
+    made = planner(topology=GPUS, constraints={"t0": named}, effort="quick")
+    made.plan(model(1), [TritonSharder()])
+    assert {option.num_shards for option in made._loop.search_space} == {4}
+
+
+class OwnConstraintsPlanner(DreamShardPlanner):
+    """Takes some constraints from TorchRec's planner, and keeps all of them once that is made."""
+
+    def __init__(self, constraints: dict[str, ParameterConstraints], **arguments: Any) -> None:
+        known = {name: one for name, one in constraints.items() if CUSTOM not in (one.compute_kernels or ())}
+        super().__init__(constraints=known, **arguments)
+        self._constraints = constraints
+
+
+class Placeholders(EmbeddingEnumerator):
+    """Keeps a table that something else shards in the plan, as a fused one of an element per rank."""
+
+    def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
+        options = super().enumerate(module, sharders)
+        kept = [option for option in options if option.name != "t0" or option.sharding_type == RW]
+        kept = [option for option in kept if option.name != "t0" or option.compute_kernel == "fused"]
+        for option in kept:
+            if option.name == "t0":
+                option.shards = [Shard([1, 1], [rank, 0]) for rank in range(self._world_size)]
+        self.populate_estimates(kept)
+        return kept
+
+
+def test_a_subclass_that_resets_constraints_and_replaces_placeholders() -> None:
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=[RW], compute_kernels=[CUSTOM]),
+        "t1": ParameterConstraints(sharding_types=[TW]),
+    }
+    arguments = {"topology": GPUS, "batch_size": 64, "stats": [], "debug": False}
+    assert issubclass(OwnConstraintsPlanner, EmbeddingShardingPlanner)
+    made = OwnConstraintsPlanner(constraints, enumerator=Placeholders(GPUS, 64), effort="quick", **arguments)
+    plan = made.plan(model(), SHARDERS).plan["sparse"]
+    assert (plan["t0"].sharding_type, plan["t0"].ranks) == (RW, [0, 1]) and plan["t1"].sharding_type == TW
+    assert made.report().chosen.total_ms > 0
