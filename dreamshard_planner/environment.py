@@ -75,14 +75,9 @@ def how_to_install(library: Library) -> str:
         pin = f"=={_text(FBGEMM_OF_TORCH[fitting])}.0"
         return f"pip install {also}fbgemm-gpu{pin}, or without a GPU pip install {also}fbgemm-gpu-cpu{pin}"
     return (
-        f"pip install --no-deps 'torchrec{torchrec_bounds()}' && "
+        f"pip install --no-deps 'torchrec{_range(*TORCHREC_RELEASES)}' && "
         "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
     )
-
-
-def torchrec_bounds() -> str:
-    """As requirements write them."""
-    return _range(*TORCHREC_RELEASES)
 
 
 def mended(library: Library) -> str:

@@ -301,7 +301,7 @@ def collect(
     cores, of its own.
     """
     from dreamshard_planner.measure.collect import collect
-    from dreamshard_planner.measure.sets import draw_mixed_sets
+    from dreamshard_planner.measure.sets import SHARD_SHARE, draw_sets
     from dreamshard_planner.training import pool_tables
 
     folder = out.with_suffix(".blocks")
@@ -313,7 +313,7 @@ def collect(
     except ValueError as error:
         raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
     tables = pool_tables(names)[held_out]
-    drawn = draw_mixed_sets(tables, sets, seed, batches, MAX_TABLES, device.value)
+    drawn = draw_sets(tables, sets, seed, batches, MAX_TABLES, device=device.value, shard_share=SHARD_SHARE)
     with _measuring(device) as ranks:
         own = ranks.device(device.value)
         dataset = collect(drawn, folder, own, threads, repeats, seed, seconds, ranks=ranks)

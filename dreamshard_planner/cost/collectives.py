@@ -171,13 +171,8 @@ class CollectiveModel:
 
         ``output_bytes_XD`` [..., D] is what each rank sends to each single peer.
         """
-        return self.bounded_all_to_all_ms(output_bytes_XD.amax(-1), output_bytes_XD.amin(-1), output_bytes_XD.sum(-1))
-
-    def bounded_all_to_all_ms(self, largest_X: Tensor, smallest_X: Tensor, total_X: Tensor) -> Tensor:
-        """Rate an all-to-all from the largest and smallest bytes of a rank and the sum over ranks. The collective
-        lasts as long as its slowest rank, which sends to, and receives from, every other rank, and longer the more
-        all ranks move."""
-        return _exchange_ms(largest_X, smallest_X, total_X, *self.rates)
+        largest_X, smallest_X = output_bytes_XD.amax(-1), output_bytes_XD.amin(-1)
+        return _exchange_ms(largest_X, smallest_X, output_bytes_XD.sum(-1), *self.rates)
 
 
 def _exchange_ms(
@@ -190,7 +185,10 @@ def _exchange_ms(
     shared_bytes_per_ms_X: Tensor | float,
 ) -> Tensor:
     """The alpha-beta model: milliseconds [...] of exchanges, in each of which a rank has so many peers, from the
-    largest and smallest bytes that a rank sends to each, and the sum over ranks; nothing where nothing is sent."""
+    largest and smallest bytes that a rank sends to each, and the sum over ranks; nothing where nothing is sent.
+
+    An exchange lasts as long as its slowest rank, which sends to, and receives from, every other rank, and longer the
+    more all ranks move."""
     slowest_X = torch.maximum(largest_X * peers_X, total_X - smallest_X)
     time_X = latency_ms_X + slowest_X / bytes_per_ms_X + total_X * peers_X / shared_bytes_per_ms_X
     return time_X.masked_fill_((slowest_X <= 0) | (peers_X <= 0), 0.0)

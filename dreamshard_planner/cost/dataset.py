@@ -36,7 +36,7 @@ from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 from dreamshard_planner.workload.tables import MEMORIES, OPTIMIZERS, Workload
 
 NPZ_SCHEMA = 2
-"""Version of the layout; newer files are refused. Files of 1 have every column in full and no ``shard_index``."""
+"""Version of the layout; files of others are refused."""
 
 REFERENCE_STRENGTH = 0.5
 """Share of a slow reference run that excuses a slow sample, from 0 to 1. The reference is noisy itself: on
@@ -297,11 +297,11 @@ class CostDataset:
         """Read a file that :meth:`save` wrote; DatasetError names the file and what is wrong with it."""
         arrays = _read_arrays(path)
         header = _header(path, str(arrays.pop("header", "")))
-        names = {"histograms", "histogram_index", "set_offsets", "samples_ms", *WORKLOAD_FIELDS} - {"reuse_histogram"}
+        indices = {"histograms", "histogram_index", "shard_index"}
+        names = {*indices, "set_offsets", "samples_ms", *WORKLOAD_FIELDS} - {"reuse_histogram"}
         if missing := sorted(names - set(arrays)):
             raise DatasetError(f"{path}: lacks {', '.join(missing)}")
-        if "shard_index" in arrays:
-            arrays |= {name: _taken(path, arrays, name, "shard_index") for name in _STORED_ONCE}
+        arrays |= {name: _taken(path, arrays, name, "shard_index") for name in _STORED_ONCE}
         columns = {name: arrays[name] for name in WORKLOAD_FIELDS if name in arrays}
         columns["reuse_histogram"] = _taken(path, arrays, "histograms", "histogram_index")
         try:
@@ -372,7 +372,7 @@ def _header(path: object, text: str) -> dict[str, Any]:
         header = None
     if not isinstance(header, dict) or header.get("kind") != KIND:
         raise DatasetError(f"{path}: not a {KIND}")
-    check_version(path, header.get("schema"), range(1, NPZ_SCHEMA + 1), "", DatasetError)
+    check_version(path, header.get("schema"), range(NPZ_SCHEMA, NPZ_SCHEMA + 1), "collect the sets again", DatasetError)
     required = {"hardware": dict, "seed": int, "created": str, "digest": str}
     if missing := sorted(name for name, of in required.items() if not isinstance(header.get(name), of)):
         raise DatasetError(f"{path}: header lacks {', '.join(missing)}, or has another type there")

@@ -47,6 +47,7 @@ MIN_LOG_SUM = 1e-9
 """Keeps logarithms finite where subtraction left a sum at zero; far below any cost in milliseconds."""
 LEAST_PRIOR_MS = 1e-3
 """Least milliseconds of a prior: what a GPU's backward takes to return at once where nothing was looked up."""
+_STATISTICS = ("mean", "scale", "low", "high")
 _DEVICE = ("memory_bytes_per_ms", "uvm_bytes_per_ms", "cache_bytes", "slowness")
 _KERNELS = tuple(each.name for each in fields(Kernels))
 _DIVISORS = {*_DEVICE, "forward_share", "backward_share", "cache_speedup", "gradient_speedup", "far_table_bytes"}
@@ -107,18 +108,6 @@ class CostNetwork(nn.Module, ComputeCost):
     """
 
     approximates = True
-    descriptor_mean: Tensor
-    descriptor_scale: Tensor
-    descriptor_low: Tensor
-    descriptor_high: Tensor
-    log_work_mean: Tensor
-    log_work_scale: Tensor
-    log_work_low: Tensor
-    log_work_high: Tensor
-    log_cost_mean: Tensor
-    log_cost_scale: Tensor
-    log_cost_low: Tensor
-    log_cost_high: Tensor
     prior: Tensor
 
     def __init__(self, config: CostNetworkConfig, seed: int = 0, prior: RooflineCost | None = None) -> None:
@@ -140,7 +129,7 @@ class CostNetwork(nn.Module, ComputeCost):
         else:
             self.set_prior(prior)
         for name, size in (("descriptor", len(DESCRIPTORS)), ("log_work", len(WORK)), ("log_cost", 2)):
-            for statistic, value in (("mean", 0.0), ("scale", 1.0), ("low", -math.inf), ("high", math.inf)):
+            for statistic, value in zip(_STATISTICS, (0.0, 1.0, -math.inf, math.inf), strict=True):
                 self.register_buffer(f"{name}_{statistic}", torch.full((size,), value))
         self.eval()
 
@@ -207,11 +196,17 @@ class CostNetwork(nn.Module, ComputeCost):
             "log_cost": train.labels_ms_X2.log().float(),
         }
 
+    def _scaled(self, name: str, values: Tensor, beyond: float = 0.0) -> Tensor:
+        """Return an input scaled, and limited to the trained range and so much beyond it."""
+        mean, scale, low, high = (
+            getattr(self, f"{name}_{statistic}") for statistic in ("mean", "scale", "low", "high")
+        )
+        return ((values - mean) / scale).clamp(low - beyond, high + beyond)
+
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`; channel 0 is the work named ``tables``, one per shard."""
         num_work, work_SP = len(WORK), features_SF[:, columns(WORK)]
-        descriptor_SF = (described(features_SF) - self.descriptor_mean) / self.descriptor_scale
-        descriptor_SF = descriptor_SF.clamp(self.descriptor_low, self.descriptor_high)
+        descriptor_SF = self._scaled("descriptor", described(features_SF))
         out_ESO = self.table(descriptor_SF.expand(self.config.members, -1, -1))
         if self.roofline is not None:
             context_SEK = out_ESO.clamp(-8, 8).exp().transpose(0, 1)
@@ -229,13 +224,11 @@ class CostNetwork(nn.Module, ComputeCost):
         members = members or self.config.members
         work_XP = latent_XH[:, : len(WORK)]
         log_start_EX2, context_EXK = self._start(latent_XH[:, len(WORK) :], members)
-        log_work_XP = (work_XP.float().clamp_min(0).log1p() - self.log_work_mean) / self.log_work_scale
-        log_work_EXP = log_work_XP.clamp(self.log_work_low, self.log_work_high).expand(members, -1, -1)
+        log_work_XP = self._scaled("log_work", work_XP.float().clamp_min(0).log1p())
         log_context_EXK = context_EXK.clamp_min(MIN_LOG_SUM).log().clamp(-8, 16)
         # Outside the trained range the correction keeps its last value, and the cost that it starts from carries on.
-        scaled_EX2 = (log_start_EX2 - self.log_cost_mean) / self.log_cost_scale
-        scaled_EX2 = scaled_EX2.clamp(self.log_cost_low - 0.5, self.log_cost_high + 0.5)
-        inputs = [log_work_EXP, scaled_EX2, log_context_EXK * 0.3]
+        scaled_EX2 = self._scaled("log_cost", log_start_EX2, 0.5)
+        inputs = [log_work_XP.expand(members, -1, -1), scaled_EX2, log_context_EXK * 0.3]
         return log_start_EX2 + self.head(torch.cat(inputs, dim=-1))
 
     def _start(self, latent_XR: Tensor, members: int) -> tuple[Tensor, Tensor]:
@@ -296,15 +289,10 @@ def tables_outside(features_SF: Tensor, low_F: Tensor, high_F: Tensor) -> list[s
     notes = []
     for descriptor, name in NAMED_DESCRIPTORS.items():
         index = DESCRIPTORS.index(descriptor)
-        values_S = plain(descriptor, features_SF[:, FEATURE_INDEX[descriptor]])
-        low, high = (float(plain(descriptor, bound_F[index])) for bound_F in (low_F, high_F))
-        notes += outside("table(s)", name, values_S, low, high)
+        told = (features_SF[:, FEATURE_INDEX[descriptor]], low_F[index], high_F[index])
+        values_S, low, high = (value.exp2() if descriptor.startswith("log2_") else value for value in told)
+        notes += outside("table(s)", name, values_S, float(low), float(high))
     return notes
-
-
-def plain(descriptor: str, values: Tensor) -> Tensor:
-    """Values of a descriptor without its logarithm."""
-    return values.exp2() if descriptor.startswith("log2_") else values
 
 
 def outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> list[str]:

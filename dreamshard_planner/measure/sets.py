@@ -36,7 +36,7 @@ MAX_SLICES = 4  # of one table on one device
 _SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
 """Factors on the time of a lookup, medians on that core; FBGEMM's CPU backward pass of sequences is slow."""
 _ROOM = 8  # ratio of the limits of whole tables and of the shards cut from them
-_SHARDS_SEED_APART, _LIMITS_SEED_APART = 10_000, 20_000
+_LIMITS_SEED_APART = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +83,17 @@ def draw_sets(
     mix: GroupMix | None = None,
     max_work: float | None = None,
     device: str = "cpu",
+    shard_share: float = 0.0,
+    kinds: Sequence[str] = KINDS,
 ) -> list[list[Workload]]:
-    """Draw groups of whole tables to measure.
+    """Draw groups of tables to measure, a share of them cut into shards.
 
     Set sizes are log-uniform from 1 to ``max_tables``. Tables of a set are distinct. A table that would carry a set
     past its limit is left out; if none fits, the set is another one that does, else the lightest.
+
+    Slices are log-uniformly wide, from 4 columns to half the table; a device has one to four of a table. Rows are cut
+    into 2 to 128 blocks, log-uniform, equally many for all tables of a set. In a third of the sets blocks get more or
+    less than an even share of the lookups, as if frequent ids lay together.
 
     Args:
         tables: the pool; drawn attributes replace its pooling, weighting, precision, optimizer and memory.
@@ -98,10 +104,14 @@ def draw_sets(
         mix: shares of the attributes.
         max_work: limit of all sets. Default: a random one for each, up to ``MAX_SET_WORK`` of the device.
         device: ``cpu`` or ``cuda``.
+        shard_share: share of the sets that are cut, evenly among the others.
+        kinds: cuts to choose from.
     """
     batch_sizes = BATCH_SIZES[device] if batch_sizes is None else batch_sizes
     if not tables or not batch_sizes or max_tables < 1:
         raise TaskError(f"no sets to draw: {len(tables)} tables, batch sizes {batch_sizes}, {max_tables} tables a set")
+    if not 0 <= shard_share <= 1:
+        raise TaskError(f"share of shards must be between 0 and 1, got {shard_share}")
     mix = mix or GroupMix()
     generator, limits = torch.Generator().manual_seed(seed), work_limits(max_work, device, seed)
     pools = {batch: _workloads(tuple(tables), batch) for batch in batch_sizes}
@@ -110,7 +120,8 @@ def draw_sets(
         of_dim.setdefault(table.dim, []).append(t)
     variants: dict[tuple[object, ...], tuple[Workload, float]] = {}
     sets = []
-    for _ in range(num_sets):
+    for place in range(num_sets):
+        is_cut = int((place + 1) * shard_share) > int(place * shard_share)
         size_share, batch_share, dim_share = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
         size = int(math.exp(size_share * math.log(max_tables + 1)))
         batch = batch_sizes[int(batch_share * len(batch_sizes))]
@@ -133,12 +144,13 @@ def draw_sets(
                 workload = replace(pools[batch][i], **attributes)
                 variants[key] = workload, set_work([workload])
             workload, work = variants[key]
-            if total + work <= limit:
+            if total + work <= limit * (_ROOM if is_cut else 1):
                 group.append(workload)
                 total += work
             if work < least_work:
                 lightest, least_work = [workload], work
-        sets.append(group or lightest)
+        drawn = group or lightest
+        sets.append(_cut(drawn, kinds, limit, generator) if is_cut else drawn)
     return sets
 
 
@@ -162,66 +174,25 @@ def set_work(workloads: Iterable[Workload]) -> float:
     return total
 
 
-def draw_mixed_sets(
-    tables: Sequence[Table],
-    num_sets: int,
-    seed: int,
-    batch_sizes: Sequence[int] | None = None,
-    max_tables: int = 40,
-    device: str = "cpu",
-    shard_share: float = SHARD_SHARE,
-) -> list[list[Workload]]:
-    """Draw groups of whole tables, and evenly among them a share of groups of shards; arguments as in
-    :func:`draw_sets`."""
-    if not 0 <= shard_share <= 1:
-        raise TaskError(f"share of shards must be between 0 and 1, got {shard_share}")
-    cut = [int((place + 1) * shard_share) > int(place * shard_share) for place in range(num_sets)]
-    whole = iter(draw_sets(tables, cut.count(False), seed, batch_sizes, max_tables, device=device))
-    other = seed + _SHARDS_SEED_APART
-    shards = iter(draw_shard_sets(tables, cut.count(True), other, batch_sizes, max_tables, device=device))
-    return [next(shards if of_shards else whole) for of_shards in cut]
-
-
-def draw_shard_sets(
-    tables: Sequence[Table],
-    num_sets: int,
-    seed: int,
-    batch_sizes: Sequence[int] | None = None,
-    max_tables: int = 40,
-    kinds: Sequence[str] = KINDS,
-    max_work: float | None = None,
-    device: str = "cpu",
-) -> list[list[Workload]]:
-    """Draw groups of shards, each group of one of ``kinds``; other arguments as in :func:`draw_sets`.
-
-    Slices are log-uniformly wide, from 4 columns to half the table; a device has one to four of a table. Rows are cut
-    into 2 to 128 blocks, log-uniform, equally many for all tables of a set. In a third of the sets blocks get more or
-    less than an even share of the lookups, as if frequent ids lay together.
-    """
-    most = _ROOM * (MAX_SET_WORK[device] if max_work is None else max_work)
-    whole = draw_sets(tables, num_sets, seed, batch_sizes, max_tables, max_work=most, device=device)
-    limits = work_limits(max_work, device, seed)
-    generator = torch.Generator().manual_seed(seed)
-    sets = []
-    for group in whole:
-        kind_share, blocks_share, skewed = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
-        kind = kinds[int(kind_share * len(kinds))]
-        width_shares = torch.rand(len(group), generator=generator, dtype=torch.float64).tolist()
-        shards = list(group)
-        if kind != "row":
-            # Sequences of one kernel have one dim, hence one width.
-            widths = [share if w.pooled else width_shares[0] for w, share in zip(group, width_shares, strict=True)]
-            shards = [part for w, share in zip(group, widths, strict=True) for part in _slices(w, share, generator)]
-        if kind != "column":
-            blocks = round(math.exp(blocks_share * math.log(MAX_ROW_BLOCKS / 2)) * 2)
-            shards = _blocks(shards, blocks, skewed < 1 / 3, generator)
-        limit, held, total = next(limits), [], 0.0
-        for shard in shards:
-            if total + (work := set_work([shard])) <= limit:
-                held.append(shard)
-                total += work
-        sets.append(held or [min(shards, key=lambda shard: set_work([shard]))])
-    return sets
+def _cut(group: Sequence[Workload], kinds: Sequence[str], limit: float, generator: torch.Generator) -> list[Workload]:
+    """Return shards of the tables of a set, as many as the limit of :func:`set_work` allows."""
+    kind_share, blocks_share, skewed = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
+    kind = kinds[int(kind_share * len(kinds))]
+    width_shares = torch.rand(len(group), generator=generator, dtype=torch.float64).tolist()
+    shards = list(group)
+    if kind != "row":
+        # Sequences of one kernel have one dim, hence one width.
+        widths = [share if w.pooled else width_shares[0] for w, share in zip(group, width_shares, strict=True)]
+        shards = [part for w, share in zip(group, widths, strict=True) for part in _slices(w, share, generator)]
+    if kind != "column":
+        blocks = round(math.exp(blocks_share * math.log(MAX_ROW_BLOCKS / 2)) * 2)
+        shards = _blocks(shards, blocks, skewed < 1 / 3, generator)
+    held, total = [], 0.0
+    for shard in shards:
+        if total + (work := set_work([shard])) <= limit:
+            held.append(shard)
+            total += work
+    return held or [min(shards, key=lambda shard: set_work([shard]))]
 
 
 def _slices(workload: Workload, width_share: float, generator: torch.Generator) -> list[Workload]:

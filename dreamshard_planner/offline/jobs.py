@@ -210,7 +210,7 @@ def read_model(source: str) -> OfflineModel:
         return OfflineModel(source, _called(source), {}, None)
     if source.endswith(".json"):
         return OfflineModel.of_specs(read_table_list(source), source)
-    if source in POOLS or source.endswith((".pt", ".pt.gz")):
+    if source in POOLS:
         return OfflineModel.of_specs([TableSpec.of_table(table) for table in named_pool(source)], source)
     if os.path.exists(source):
         raise TaskError(f"{source}: a list of tables is a JSON file whose name ends in .json")

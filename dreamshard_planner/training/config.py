@@ -14,7 +14,7 @@ from dreamshard_planner.cost.network import FitConfig
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.ranks import Ranks
-from dreamshard_planner.measure.sets import SHARD_SHARE, draw_mixed_sets
+from dreamshard_planner.measure.sets import SHARD_SHARE, draw_sets
 from dreamshard_planner.policy.reinforce import ReinforceConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
@@ -79,8 +79,8 @@ class TrainingConfig:
 
     def draw_sets(self, tables: Sequence[Table], num_sets: int, seed: int) -> list[list[Workload]]:
         """Random sets to measure."""
-        sizes, most = self.batch_sizes, self.max_set_tables
-        return draw_mixed_sets(tables, num_sets, seed, sizes, most, self.device, self.shard_share)
+        sizes, most, share = self.batch_sizes, self.max_set_tables, self.shard_share
+        return draw_sets(tables, num_sets, seed, sizes, most, device=self.device, shard_share=share)
 
 
 QUICK = TrainingConfig(

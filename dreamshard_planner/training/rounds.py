@@ -6,13 +6,11 @@ from __future__ import annotations
 import datetime
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import prior_policy
-from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import (
     CostNetwork,
@@ -102,8 +100,10 @@ def learn(
     }
     priced = Checkpoint(prior_policy(), network, metadata)
     statistics, tasks, made = improve(config, priced, train_tables, progress)
+    errors_2 = mape_2(predict_ms(network, test_sets), test_sets.labels_ms_X2)
+    error = [round(value, 4) for value in errors_2.tolist()]
     told = {
-        "validation": {**validate_cost(network, test_sets), **validate_policy(made, test_tables, config)},
+        "validation": {"network_mape": error, **validate_policy(made, test_tables, config)},
         "reinforce": asdict(statistics[-1]),
     }
     return replace(made, metadata={**metadata, **told}), tasks
@@ -144,9 +144,3 @@ def fit(config: FitConfig, train_sets: LabelledSets, progress: bool, start: Cost
             advance(f"loss {loss:.4f}")
 
         return fit_cost_network(train_sets, None, config, on_step, start)
-
-
-def validate_cost(network: ComputeCost, test_sets: LabelledSets) -> dict[str, Any]:
-    """Return the mean absolute percentage errors on sets of held-out tables."""
-    errors_2 = mape_2(predict_ms(network, test_sets), test_sets.labels_ms_X2)
-    return {"network_mape": [round(value, 4) for value in errors_2.tolist()]}

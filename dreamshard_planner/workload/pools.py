@@ -6,25 +6,19 @@ Shapes: T tables, K = 17 reuse bins.
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import math
-import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.support.files import check_readable
-from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse, reuse_histogram
+from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -180,15 +174,9 @@ POOLS: dict[str, Callable[[], list[Table]]] = {
 
 
 def named_pool(name: str) -> list[Table]:
-    """Load a pool by name, or from a ``.pt`` or ``.pt.gz`` file of dlrm_datasets.
-
-    Raises:
-        TaskError: the name is unknown, or the file cannot be read as its kind.
-    """
-    if name.endswith((".pt", ".pt.gz")):
-        return load_dlrm_dataset(name)
+    """Return a pool by name; raises TaskError for others."""
     if name not in POOLS:
-        raise TaskError(f"unknown table pool {name!r}; known are {', '.join(POOLS)}, and .pt or .pt.gz files")
+        raise TaskError(f"unknown table pool {name!r}; known are {', '.join(POOLS)}")
     return POOLS[name]()
 
 
@@ -197,45 +185,3 @@ def split_tables(tables: Sequence[Table], seed: int) -> tuple[list[Table], list[
     order = torch.randperm(len(tables), generator=torch.Generator().manual_seed(seed)).tolist()
     cut = round(len(tables) / 2)
     return [tables[index] for index in sorted(order[:cut])], [tables[index] for index in sorted(order[cut:])]
-
-
-def load_dlrm_dataset(path: str | Path) -> list[Table]:
-    """Load one of Meta's dlrm_datasets, e.g. ``fbgemm_t856_bs65536.pt.gz``, with ``weights_only``.
-
-    A file holds one batch of all tables: indices int64 [N], offsets [T * B + 1] and lengths [T, B]. Pooling factors and
-    reuse are counted; rows are the largest index plus one. Dims are not in the file and are drawn from ``META_DIMS``,
-    the same every time.
-
-    Raises:
-        TaskError: names the file and the mistake.
-    """
-    check_readable(path, TaskError)
-    try:
-        with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
-            content = torch.load(io.BytesIO(file.read()), weights_only=True)
-    except OSError as error:
-        raise TaskError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zlib.error) as error:
-        raise TaskError(f"{path}: not a file of tensors, or a truncated one ({str(error)[:200]})") from error
-    is_triple = isinstance(content, (tuple, list)) and len(content) == 3 and all(map(torch.is_tensor, content))
-    if not is_triple or [part.ndim for part in content] != [1, 1, 2] or any(map(torch.is_floating_point, content)):
-        raise TaskError(f"{path}: must hold whole numbers: indices [N], offsets [T * B + 1] and lengths [T, B]")
-    if not content[2].numel():
-        raise TaskError(f"{path}: holds no batch: its lengths are {list(content[2].shape)}")
-    indices_N, offsets, lengths_TB = content
-    num_tables, batch_size = lengths_TB.shape
-    counted = torch.nn.functional.pad(lengths_TB.flatten().long().cumsum(0), (1, 0))
-    if not torch.equal(offsets.long(), counted) or len(indices_N) != int(counted[-1]) or bool((indices_N < 0).any()):
-        raise TaskError(f"{path}: its offsets, lengths and indices contradict each other")
-    bound_T = counted[::batch_size].tolist()
-    dim_T = torch.randint(len(META_DIMS), (num_tables,), generator=torch.Generator().manual_seed(0)).tolist()
-    tables = []
-    for index, (start, end) in enumerate(zip(bound_T, bound_T[1:], strict=False)):
-        read = indices_N[start:end]
-        histogram, distinct = reuse_histogram(read)
-        known = (tuple(histogram.tolist()), batch_size, distinct) if len(read) else ()
-        feature = FeatureStatistics(len(read) / batch_size, *known)
-        tables.append(
-            Table(f"dlrm_{index}", int(read.max()) + 1 if len(read) else 1, META_DIMS[dim_T[index]], (feature,))
-        )
-    return tables

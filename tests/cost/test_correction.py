@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.whole_tables import problem_of
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.checkpoints.choice import SHIPPED
 from dreamshard_planner.cost.compute import OPTIMIZERS, AdjustedCost, Corrections
 from dreamshard_planner.cost.correction import StageCheck, check_costs, choose_corrections
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import predict_ms
-from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.sets import GroupMix, draw_sets
 from dreamshard_planner.training.config import pool_tables
@@ -99,13 +97,6 @@ def test_what_is_in_use_stays_unless_the_new_is_better() -> None:
     assert kept == corrections and all(one.before == one.after for one in checks)
 
 
-def test_a_single_set_of_an_optimizer_leaves_its_costs() -> None:
-    some, others = (measured(20, seed, OTHER_CPU) for seed in (1, 2))
-    few = some.select(torch.tensor([k for k in range(len(some)) if k % 3 < 2 or k < 3]))
-    corrections, checks = chosen(few, others.select((torch.arange(len(others)) % 3 < 2).nonzero()[:, 0]))
-    assert set(corrections) == {"rowwise_adagrad"} and [one.sets for one in checks] == [40, 40, 40, 40, 1, 1]
-
-
 def test_words() -> None:
     told = StageCheck("rowwise_adagrad", "backward", 25, 0.72, -0.72, 0.09, 0.06, True)
     assert told.good and told.to_dict()["said"] == "backward of row-wise Adagrad was 72 % too low, is now 9 % off: good"
@@ -129,12 +120,6 @@ def test_what_lookups_take_is_told_from_a_few_kernels(number: int, ms: float) ->
     assert max(errors(AdjustedCost(ROOFLINE, corrections), other)[:, 0].tolist()) < 0.03
 
 
-def test_optimizers_without_a_correction_of_their_own_go_with_row_wise_adagrad() -> None:
-    ((workload, *_), *_) = drawn(1, 5)
-    for name in ("other", "partial_rowwise_adam", "adam"):
-        assert optimizer_of(feature_matrix([replace(workload, optimizer=name)])).tolist() == [1]
-
-
 @pytest.mark.parametrize("compute", ["network", "roofline"])
 def test_corrected_costs_are_those_of_the_compute_cost_by_the_rates(compute: str) -> None:
     inner = Checkpoint.load(SHIPPED / "cpu.safetensors").cost if compute == "network" else ROOFLINE
@@ -155,16 +140,6 @@ def test_corrected_costs_are_those_of_the_compute_cost_by_the_rates(compute: str
         assert torch.allclose(unchanged_X2, inner.group_cost_ms(inner_XH))
         assert corrected.notes(features_SF, latent_XH) == inner.notes(features_SF, inner_XH)
     assert (corrected.group_cost_ms(torch.zeros_like(latent_XH)) == 0).all()
-
-
-def test_placements_and_shards_are_rated_by_corrected_costs() -> None:
-    group = drawn(3, 6)[1]
-    compute = AdjustedCost(ROOFLINE, OTHER_CPU)
-    cost = Cost(problem_of(group, 2), compute)
-    whole = cost.rate(torch.zeros(1, len(group), dtype=torch.int64))
-    (expected_2,) = predict_ms(compute, LabelledSets.of([group], torch.ones(1, 2)))
-    assert whole.forward_ms_BD[0].tolist() == pytest.approx([float(expected_2[0]), 0.0])
-    assert whole.backward_ms_BD[0].tolist() == pytest.approx([float(expected_2[1]), 0.0])
 
 
 def test_the_shipped_network_corrects_adagrad_and_costs_nothing_elsewhere() -> None:

@@ -150,9 +150,6 @@ def test_fitting_is_deterministic(split) -> None:
     config = FitConfig(epochs=2)
     runs = [fit_cost_network(split[0], CostNetworkConfig(members=1), config) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(runs[0].parameters(), runs[1].parameters(), strict=True))
-
-
-def test_too_few_sets_is_an_error(split) -> None:
     with pytest.raises(ValueError, match="at least 8"):
         fit_cost_network(split[0].select(torch.arange(3)))
 
@@ -168,14 +165,6 @@ def test_paper_fit_in_pieces_is_the_same_fit(split) -> None:
     states = pieces.network.state_dict(), whole.network.state_dict()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not torch.equal(whole.network.table[0].weight, PaperFit(config, train.features_SF).network.table[0].weight)
-
-
-def test_selecting_sets_keeps_their_shards(split) -> None:
-    test = split[1]
-    chosen = test.select(torch.tensor([5, 2]))
-    expected = test.features_SF[test.offsets_X1[5] : test.offsets_X1[6]]
-    assert torch.equal(chosen.features_SF[: len(expected)], expected)
-    assert torch.equal(chosen.labels_ms_X2, test.labels_ms_X2[[5, 2]])
 
 
 def _measured_by_a_gpu(count: int, seed: int) -> LabelledSets:

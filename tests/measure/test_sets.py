@@ -18,9 +18,7 @@ from dreamshard_planner.measure.sets import (
     MAX_SET_WORK,
     MAX_SLICES,
     GroupMix,
-    draw_mixed_sets,
     draw_sets,
-    draw_shard_sets,
     set_work,
 )
 from dreamshard_planner.training import QUICK, pool_tables
@@ -49,43 +47,37 @@ def test_sets_cover_sizes_and_attributes() -> None:
     assert {w.weight_bytes for w in firsts} == {2, 4}
     assert {w.optimizer for w in firsts} == {"sgd", "rowwise_adagrad", "adagrad"}
     assert 20 < sum(not w.pooled for w in firsts) < 90 and 20 < sum(w.weighted for w in firsts) < 90
+    plain = GroupMix(sequence=0, weighted=0, fp16=0, rowwise_adagrad=1, adagrad=0, one_dim=1)
+    for group in draw_sets(WHOLE, 50, seed=0, mix=plain):
+        w = group[0]
+        assert (w.pooled, w.weighted, w.weight_bytes, w.optimizer) == (True, False, 4, "rowwise_adagrad")
+        assert len({w.dim for w in group}) == 1
+    with pytest.raises(TaskError, match="0 tables"):
+        draw_sets([], 1, seed=0)
 
 
-def test_a_share_of_the_sets_has_one_dim_and_the_others_are_the_same_without() -> None:
-    mixed, some, all_of_one = (draw_sets(WHOLE, 400, seed=3, mix=GroupMix(one_dim=share)) for share in (0, 0.25, 1))
-    same = [one for one, drawn in zip(mixed, some, strict=True) if one == drawn]
-    assert same and all(drawn in (one, other) for one, drawn, other in zip(mixed, some, all_of_one, strict=True))
-    several = [len({w.dim for w in group}) > 1 for group in mixed]
-    of_one = [len({w.dim for w in drawn}) == 1 for drawn, counts in zip(some, several, strict=True) if counts]
-    assert 0.2 < sum(of_one) / len(of_one) < 0.3 and sum(several) > 200
-    assert all(len({w.dim for w in group}) == 1 for group in all_of_one)
-    assert [group[0].batch_size for group in mixed] == [group[0].batch_size for group in some]
-
-
-def test_sets_follow_the_seed() -> None:
-    assert draw_sets(WHOLE, 20, seed=3) == draw_sets(WHOLE, 20, seed=3)
-    assert draw_sets(WHOLE, 20, seed=3) != draw_sets(WHOLE, 20, seed=4)
-    assert draw_sets(WHOLE, 20, seed=3)[:10] == draw_sets(WHOLE, 10, seed=3)
-
-
-def test_sets_stay_within_their_work() -> None:
-    sets = draw_sets(WHOLE, 200, seed=3, batch_sizes=(64,), max_work=20_000)
-    work = [set_work(group) for group in sets]
-    assert max(work) <= 20_000
-    assert 15_000 < sorted(work)[150] <= 20_000
-    heavy = [Table("light", 100, 8, (FeatureStatistics(10.0),)), Table("heavy", 100, 8, (FeatureStatistics(90.0),))]
-    for group in draw_sets(heavy, 20, seed=0, batch_sizes=(64,), max_work=1.0):
-        assert [workload.name for workload in group] == ["light"]
+@pytest.mark.parametrize("shard_share", [0.0, 0.25])
+def test_sets_follow_the_seed_and_begin_alike(shard_share: float) -> None:
+    one, same, other = (draw_sets(WHOLE, 20, seed, shard_share=shard_share) for seed in (3, 3, 4))
+    assert one == same != other and draw_sets(WHOLE, 10, 3, shard_share=shard_share) == one[:10]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_sets_fit_the_device(device: str) -> None:
+def test_sets_stay_within_their_work(device: str) -> None:
+    sets = draw_sets(WHOLE, 200, seed=3, batch_sizes=(64,), max_work=20_000, device=device)
+    work = sorted(map(set_work, sets))
+    assert 15_000 < work[150] <= work[-1] <= 20_000
+    tables = [Table("light", 100, 8, (FeatureStatistics(10.0),)), Table("heavy", 100, 8, (FeatureStatistics(90.0),))]
+    for group in draw_sets(tables, 20, seed=0, batch_sizes=(64,), max_work=1.0, device=device):
+        assert [workload.name for workload in group] == ["light"]
     heavy = [Table(f"heavy {i}", 100, 64, (FeatureStatistics(16.0),)) for i in range(100)]
     sets = draw_sets(WHOLE + heavy, 200, seed=3, max_tables=100, device=device)
     assert {w.batch_size for group in sets for w in group} == set(BATCH_SIZES[device])
     work = sorted(set_work(group) for group in sets if len(group) > 1)
     assert MAX_SET_WORK[device] / 2 < work[-1] <= MAX_SET_WORK[device]
     assert work[len(work) // 2] < MAX_SET_WORK[device] / 5  # few are as large: they would take most of the time
+    cut = draw_sets(TABLES, 60, 3, (256,), max_work=2e5, device=device, shard_share=1)
+    assert all(set_work(group) <= 2e5 or len(group) == 1 for group in cut)
 
 
 def test_work_of_a_set() -> None:
@@ -95,27 +87,14 @@ def test_work_of_a_set() -> None:
     assert set_work([replace(w, weighted=True, weight_bytes=2)]) == pytest.approx(1280 * 3.2)
 
 
-def test_mix_decides_the_attributes() -> None:
-    plain = GroupMix(sequence=0, weighted=0, fp16=0, rowwise_adagrad=1, adagrad=0)
-    for w, *_ in draw_sets(WHOLE, 50, seed=0, mix=plain):
-        assert (w.pooled, w.weighted, w.weight_bytes, w.optimizer) == (True, False, 4, "rowwise_adagrad")
-    with pytest.raises(TaskError, match="0 tables"):
-        draw_sets([], 1, seed=0)
-
-
-def draw(*kinds: str, count: int = 150) -> list:
-    return draw_shard_sets(TABLES, count, 1, (64, 256), kinds=kinds)
-
-
-@pytest.mark.parametrize("kind", ["column", "row", "grid"])
-def test_every_set_fits_one_kernel(kind: str) -> None:
-    for group in draw(kind):
-        check_group(group)
+def draw(*kinds: str) -> list:
+    return draw_sets(TABLES, 150, 1, (64, 256), shard_share=1, kinds=kinds)
 
 
 def test_column_slices_repeat_every_lookup() -> None:
-    narrow = 0
-    for group in draw("column"):
+    narrow, sets = 0, draw("column")
+    for group in sets:
+        check_group(group)
         names = [shard.name for shard in group]
         for shard in group:
             table = OF_NAME[shard.name]
@@ -124,11 +103,15 @@ def test_column_slices_repeat_every_lookup() -> None:
             assert names.count(shard.name) <= min(MAX_SLICES, max(1, table.dim // shard.dim))
             narrow += shard.dim == 4 < table.dim
     assert narrow > 20
+    group = max(sets, key=len)  # runs as one kernel
+    output = FusedKernel(group, "cpu").forward()
+    assert output.shape == (group[0].batch_size, sum(shard.num_features * shard.dim for shard in group))
 
 
 def test_row_blocks_have_their_share_of_lookups_and_rows() -> None:
     even = skewed = nearly_empty = 0
     for group in draw("row"):
+        check_group(group)
         blocks = {round(OF_NAME[shard.name].rows / shard.rows) for shard in group}
         assert max(blocks) <= MAX_ROW_BLOCKS * 1.2
         for shard in group:
@@ -143,41 +126,23 @@ def test_row_blocks_have_their_share_of_lookups_and_rows() -> None:
     assert even > 100 and skewed > 50 and nearly_empty > 50
 
 
-def test_grids_are_both_and_draws_repeat() -> None:
-    shards = [shard for group in draw("grid") for shard in group]
+def test_grids_are_both() -> None:
+    groups = draw("grid")
+    shards = [shard for group in groups for shard in group]
     cut = [s for s in shards if s.dim < OF_NAME[s.name].dim and s.rows < OF_NAME[s.name].rows]
-    assert len(cut) > len(shards) / 3
-    assert draw("grid", "row", count=20) == draw("grid", "row", count=20)
-
-
-def test_sets_stay_within_the_work_asked_for() -> None:
-    sets = draw_shard_sets(TABLES, 60, 3, (256,), max_work=2e5)
-    assert all(set_work(group) <= 2e5 or len(group) == 1 for group in sets)
+    assert len(cut) > len(shards) / 3 and [check_group(group) for group in groups]
 
 
 def test_a_share_of_all_sets_is_of_shards() -> None:
-    sets = draw_mixed_sets(TABLES, 100, 3, (256,), shard_share=0.25)
+    sets = draw_sets(TABLES, 100, 3, (256,), shard_share=0.25)
     whole = [all((s.rows, s.dim) == (OF_NAME[s.name].rows, OF_NAME[s.name].dim) for s in group) for group in sets]
     assert whole[0] and whole.count(False) == pytest.approx(25, abs=3)
-    assert draw_mixed_sets(TABLES, 10, 3, (256,), shard_share=0.25) == sets[:10]
-    assert draw_mixed_sets(TABLES, 7, 3, (256,), shard_share=0) == draw_sets(TABLES, 7, 3, (256,))
     with pytest.raises(TaskError, match="between 0 and 1, got 2"):
-        draw_mixed_sets(TABLES, 7, 3, shard_share=2)
-
-
-def test_trainings_measure_shards() -> None:
-    tables = pool_tables(QUICK.pools)[0]
+        draw_sets(TABLES, 7, 3, shard_share=2)
+    tables = pool_tables(QUICK.pools)[0]  # trainings measure shards
     rows = {table.name: table.rows for table in tables}
-    sets = QUICK.draw_sets(tables, 40, seed=0)
-    assert sum(any(shard.rows < rows[shard.name] for shard in group) for group in sets) >= 2
-
-
-def test_shards_of_one_table_run_as_one_kernel() -> None:
-    group = max(draw("column"), key=len)
-    kernel = FusedKernel(group, "cpu")
-    output = kernel.forward()
-    assert output.shape == (group[0].batch_size, sum(shard.num_features * shard.dim for shard in group))
-    kernel.backward()
+    drawn = QUICK.draw_sets(tables, 40, seed=0)
+    assert sum(any(shard.rows < rows[shard.name] for shard in group) for group in drawn) >= 2
 
 
 def test_large_gradients_cost_more_per_element_on_cpu() -> None:

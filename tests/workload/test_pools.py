@@ -6,7 +6,6 @@ Shapes: T tables, K = 17 reuse bins.
 
 from __future__ import annotations
 
-import gzip
 import json
 from importlib import resources
 
@@ -16,7 +15,6 @@ import torch
 from dreamshard_planner import TaskError
 from dreamshard_planner.measure.kernels import draw_indices
 from dreamshard_planner.workload.pools import (
-    load_dlrm_dataset,
     mlperf_dlrm_dcnv2,
     named_pool,
     split_tables,
@@ -81,48 +79,3 @@ def test_meta_like_pools_match_the_published_statistics(year: int, pooling: floa
         again, distinct = reuse_histogram(drawn)
         assert (again - torch.tensor(feature.reuse_histogram)).abs().max() < 0.03
         assert distinct == pytest.approx(lookups / float(mean_reuse(torch.tensor([feature.reuse_histogram]))), rel=0.02)
-
-
-def dlrm_dataset() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Three tables, two samples: reads [5, 5 | 2], nothing, and [0 | 7, 7, 7]."""
-    lengths_TB = torch.tensor([[2, 1], [0, 0], [1, 3]])
-    offsets = torch.nn.functional.pad(lengths_TB.flatten().cumsum(0), (1, 0))
-    return torch.tensor([5, 5, 2, 0, 7, 7, 7]), offsets, lengths_TB
-
-
-@pytest.mark.parametrize("name", ["small.pt", "small.pt.gz"])
-def test_tables_of_a_dlrm_dataset(tmp_path, name: str) -> None:
-    path = tmp_path / name
-    with (gzip.open if name.endswith(".gz") else open)(path, "wb") as file:
-        torch.save(dlrm_dataset(), file)
-    first, empty, last = named_pool(str(path))
-    assert (first.rows, empty.rows, last.rows) == (6, 1, 8)
-    assert (first.pooling_factor, empty.pooling_factor, last.pooling_factor) == (1.5, 0.0, 2.0)
-    assert first.features[0].reuse_histogram[:3] == (0.5, 0.5, 0.0) and first.features[0].batch_size == 2
-    assert last.features[0].reuse_histogram[:3] == (0.5, 0.0, 0.5)
-
-
-class NotTensors:
-    pass
-
-
-@pytest.mark.parametrize(
-    "content, reason",
-    [
-        (dlrm_dataset()[:2], "indices"),
-        ((dlrm_dataset()[0].double(), *dlrm_dataset()[1:]), "whole numbers"),
-        ((dlrm_dataset()[0][:, None], *dlrm_dataset()[1:]), "indices"),
-        ((torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.zeros(2, 0).long()), "no batch"),
-        ((dlrm_dataset()[0][:-1], *dlrm_dataset()[1:]), "contradict"),
-        ((-dlrm_dataset()[0], *dlrm_dataset()[1:]), "contradict"),
-        (NotTensors(), "not a file of tensors"),
-        (None, "not a file of tensors, or a truncated one"),
-    ],
-)
-def test_other_tensors_are_refused(tmp_path, content, reason: str) -> None:
-    path = tmp_path / "odd.pt"
-    torch.save(dlrm_dataset() if content is None else content, path)
-    if content is None:
-        path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(TaskError, match=f"odd.pt: .*{reason}"):
-        load_dlrm_dataset(path)

@@ -112,11 +112,6 @@ def test_other_batch_sizes_of_zipf_tables(rows: int, exponent: float, lookups: i
         assert bin_error < 0.05 and distinct_error < 0.05
 
 
-def test_a_workload_keeps_counted_distinct_rows() -> None:
-    feature = FeatureStatistics(2.0, bins(b0=0.5, b4=0.5), 64, 17.0)
-    assert workloads_of([Table("t", 1000, 16, (feature,))], 64)[0].distinct_rows == 17
-
-
 @pytest.mark.parametrize("index", [40, 100, 200])
 def test_meta_like_tables(index: int) -> None:
     table = meta_like()[index]
@@ -160,12 +155,6 @@ def test_a_larger_batch_reads_no_fewer_rows_where_all_are_read_as_often(times: i
     _, rescaled = rescale_reuse([histogram.tolist()] * 2, [rows] * 2, [lookups] * 2, [2.0, 8.0], [distinct] * 2)
     least, twice, most = 2000, *rescaled.tolist()
     assert least <= twice <= most <= min(rows, 8 * lookups)
-
-
-def test_cache_misses_of_rows_that_are_all_read_as_often() -> None:
-    """A cache that holds few of them has few hits."""
-    histogram, distinct = reuse_histogram(torch.arange(2000).repeat(2))
-    assert float(cache_hits([histogram.tolist()], [50_000], [4000.0], [distinct], [100.0])) < 0.2
 
 
 def test_a_table_does_not_depend_on_its_neighbours() -> None:
@@ -229,21 +218,6 @@ def test_cache_hits_are_those_of_a_simulated_cache(shape: str, rows: int, lookup
     simulated = simulated_hits(batches, rows, load_factor)
     histogram, distinct = reuse_histogram(batches[-1])
     hits = cache_hits([histogram.tolist()], [rows], [lookups], [distinct], [load_factor * rows])
-    assert float(hits) == pytest.approx(simulated, abs=0.05)
-
-
-def test_cache_hits_where_popularity_drifts() -> None:
-    """A hundredth of the rows change places with others at every batch: a cache by the last read follows."""
-    generator = torch.Generator().manual_seed(3)
-    rows, lookups = 50_000, 30_000
-    edge_R, place_R, batches = popularity("zipf1.05", rows).cumsum(0), torch.randperm(rows, generator=generator), []
-    for _ in range(30):
-        batches.append(place_R[drawn_rows(edge_R, lookups, generator)])
-        moved = torch.randperm(rows, generator=generator)[: rows // 100]
-        place_R[moved] = place_R[moved.roll(1)]
-    simulated = simulated_hits(batches, rows, 0.2)
-    histogram, distinct = reuse_histogram(batches[-1])
-    hits = cache_hits([histogram.tolist()], [rows], [lookups], [distinct], [0.2 * rows])
     assert float(hits) == pytest.approx(simulated, abs=0.05)
 
 

@@ -185,7 +185,7 @@ def test_missing_values_look_nothing_up_and_hashes_are_no_rows(tmp_path: Path) -
     known = TableStatistics.from_parquet(tmp_path / "x.parquet", 3, features=["l", "n", "h"])
     assert known["l"].pooling_factor == known["n"].pooling_factor == pytest.approx(2 / 3)
     assert known["l"].distinct_rows == known["n"].distinct_rows == 1
-    assert known["h"].pooling_factor == 1.0 and known["h"].ids is None
+    assert known["h"].pooling_factor == 1.0 and known["h"].ids is known["h"].hot is None
 
 
 def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -301,19 +301,6 @@ def test_batches_on_a_device_are_counted_without_waiting() -> None:
 def test_statistics_of_a_feature_that_cannot_be_are_refused(values: tuple, reason: str) -> None:
     with pytest.raises(StatisticsError, match=reason):
         FeatureStatistics(*values)
-
-
-@pytest.mark.parametrize(
-    ("features", "reason"),
-    [
-        ({3: FeatureStatistics(1.0)}, "features are named by strings, got 3"),
-        ({"a": 1.0}, "feature 'a': expected FeatureStatistics, got float"),
-        ([FeatureStatistics(1.0)], "a mapping of feature names to statistics, got list"),
-    ],
-)
-def test_statistics_are_numbers_by_feature_name(features: object, reason: str) -> None:
-    with pytest.raises(StatisticsError, match=reason):
-        TableStatistics(features)
 
 
 def test_statistics_of_other_features_come_with_close_matches() -> None:
