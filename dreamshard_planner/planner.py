@@ -51,6 +51,7 @@ from dreamshard_planner.planning.ranks import (
     told,
     topology_here,
 )
+from dreamshard_planner.planning.remembered import Remembered
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.planning.search_plan import SearchSettings, search_near
@@ -189,6 +190,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
         self._loop: SearchLoop | None = None
+        self._recalls = False  # what was observed of the tables
         self._falls_back = True  # to TorchRec's plan, if ours gains too little
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
 
@@ -254,8 +256,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _begin(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchLoop:
         """Read a module, and set the components of TorchRec's loop."""
-        model = ModelProblem.of(self._settings, self._ranks, module, sharders, self._storage_reservation)
-        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back)
+        settings, remembered = self._settings, None
+        if self._recalls and self.plan_loader is None:
+            remembered = Remembered.of_module(module, sharders, self._ranks.topology)
+            settings = remembered.completed(settings)
+        model = ModelProblem.of(settings, self._ranks, module, sharders, self._storage_reservation)
+        self._batch_size: int = settings.batch_size
+        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back, remembered)
         self._constraints = model.constraints
         self._enumerator, self._proposers = loop.enumerator, loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
@@ -270,6 +277,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         device: str | None = None,
     ) -> ShardingPlan:
         """Plan on rank 0 by its arguments, and broadcast the plan.
+
+        Without statistics and plan loader, it takes the statistics that earlier trainings of the same tables counted,
+        and a plan that was observed to be faster than the planned one.
 
         An error on rank 0 is raised on every rank: a ``PlannerError`` as such, others as ``DreamShardError``.
 
@@ -308,7 +318,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 )
                 self._topology: Topology = self._ranks.topology
             check_ranks(self._topology.world_size, self._ranks.all_ranks, ranks, in_groups)
-            return self.plan(module, get_default_sharders() if sharders is None else sharders)
+            self._recalls = True
+            try:
+                return self.plan(module, get_default_sharders() if sharders is None else sharders)
+            finally:
+                self._recalls = False
 
         try:
             found = gathered(pg, device_to_read)
@@ -409,6 +423,17 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         settings = SearchSettings(model.settings.search, model.settings.seed)
         found = search_near(model.context, options, model.left, settings, plan, same_ranks)
         return found.report(model.context.notes(found.options))
+
+    def best_known(self) -> SavedPlan | None:
+        """Return the plan that is known to be better than the last one, on the rank that planned; None without any.
+
+        It comes from what was observed in the training since, or in earlier trainings of the same tables.
+
+        Raises:
+            DreamShardError: no module was planned or read yet on this rank.
+        """
+        model = self._model()
+        return Remembered.of_module(model.skeleton, model.sharders, self._ranks.topology).better()
 
     def save_plan(self, path: str | Path) -> None:
         """Write the last plan to a file for ``JsonPlanLoader``, on the rank that planned; replaces an existing file.

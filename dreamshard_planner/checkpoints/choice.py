@@ -8,6 +8,7 @@ hardware.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -24,7 +25,7 @@ from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError, FileError
-from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware, reference_kernels
+from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware, library_versions, reference_kernels
 from dreamshard_planner.support.files import brief
 
 if TYPE_CHECKING:
@@ -32,8 +33,12 @@ if TYPE_CHECKING:
 
     from dreamshard_planner.policy.network import Policy
 
+logger = logging.getLogger(__name__)
+
 SHIPPED = Path(__file__).parent
 VARIABLE = "DREAMSHARD_HOME"
+OBSERVED = "-observed.safetensors"
+"""End of the names of checkpoints that trainings teach by themselves."""
 FEW_SETS = 1_000
 """Fewest sets to fit a network from nothing: 1,680 leave errors of 5 to 7 %. Starting from another processor's, 300
 suffice."""
@@ -46,24 +51,28 @@ def resolve(
     compute_device: str,
     threads: int | None = None,
     card: str | None = None,
+    ranks: int | None = None,
 ) -> Checkpoint:
     """Return the checkpoint to plan with.
 
-    ``"auto"`` takes the user's own measured on the processor or card that is planned for. Else it takes the one that
-    ships for that card or for CPUs; without any, the roofline model.
+    ``"auto"`` takes costs that trainings on this hardware have taught by themselves, if they correct the checkpoint of
+    :func:`measured`, and else that one.
 
     Args:
         checkpoint: a :class:`Checkpoint`, a path, ``"roofline"`` or ``"auto"``.
         compute_device: ``cpu`` or ``cuda``.
         threads: of a rank, to choose among the user's own. Default: this process's.
         card: the driver's name of the GPU, or the processor's name. Default: the one that this process sees.
+        ranks: of the training, to choose among observed ones, of which the nearest counts; None for the fewest.
 
     Raises:
         CheckpointError: the file cannot be read; for ``"auto"``, any of the user's own cannot, since plans would use
             other costs than the user measured.
     """
     if checkpoint == "auto":
-        return _auto(compute_device, threads or torch.get_num_threads(), card)
+        threads = threads or torch.get_num_threads()
+        made = measured(compute_device, threads, card)
+        return _observed(made, compute_device, threads, card, ranks or 1) or made
     if checkpoint == "roofline":
         return shipped(SHIPPED, "roofline")
     return checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.load(checkpoint)
@@ -71,7 +80,7 @@ def resolve(
 
 def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint) -> Checkpoint:
     """Return the checkpoint for the devices of a topology; see :func:`resolve`."""
-    return resolve(checkpoint, topology.compute_device, card=card_of(topology))
+    return resolve(checkpoint, topology.compute_device, card=card_of(topology), ranks=topology.world_size)
 
 
 def prior_policy() -> Policy:
@@ -79,8 +88,36 @@ def prior_policy() -> Policy:
     return shipped(SHIPPED, "roofline").policy
 
 
-def _auto(compute_device: str, threads: int, card: str | None) -> Checkpoint:
-    """Return one of the user's own, else the one that ships."""
+def _observed(origin: Checkpoint, compute_device: str, threads: int, card: str | None, ranks: int) -> Checkpoint | None:
+    """Return the checkpoint that trainings have taught by themselves from ``origin``; None if there is none.
+
+    A file that cannot be read is logged, and left out: the user has not made it.
+    """
+    if not any(folder().glob(f"{compute_device}-*{OBSERVED}")):
+        return None  # without asking for the card, which may start CUDA
+    hardware = described_here(compute_device, card, threads)
+    start, end = f"{observed_name(hardware)}-", f"-ranks{OBSERVED}"
+    names = (path.name for path in folder().glob(f"{start}*{end}"))
+    known = [int(taught) for name in names if (taught := name[len(start) : -len(end)]).isdecimal() and int(taught)]
+    if not known:
+        return None
+    path = observed_file(hardware, min(known, key=lambda taught: (abs(math.log(taught / ranks)), taught)))
+    try:
+        made = Checkpoint.load(path)
+    except CheckpointError as error:
+        logger.warning("costs that trainings have taught are left out: %s", error)
+        return None
+    if made.metadata.get("learned", {}).get("from") != origin.name:
+        return None  # the user has measured anew
+    return replace(made, why=f"{made.name}, in {path.parent}, was learned from trainings on {hardware['name']}")
+
+
+def measured(compute_device: str, threads: int, card: str | None) -> Checkpoint:
+    """Return the user's own checkpoint measured on the processor or card that is planned for.
+
+    Without any, return the one that ships for that card or for CPUs, or the roofline model; arguments and errors as of
+    :func:`resolve`.
+    """
     try:
         own = {path: Checkpoint.load(path) for path in files()}
     except OSError as error:  # such as another user's home, in which this one cannot have kept anything
@@ -148,14 +185,31 @@ def folder() -> Path:
     return home() / "checkpoints"
 
 
-def runs_folder(hardware: Mapping[str, Any], ranks: int) -> Path:
-    """Return the folder of trainings observed on some hardware by as many ranks, which may be missing.
+def place(hardware: Mapping[str, Any], ranks: int) -> str:
+    """Return the name of everything observed on some hardware by as many ranks.
 
     Args:
         hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` returns it.
         ranks: of a training.
     """
-    return home() / "runs" / _slug(f"{observed_name(hardware)} {ranks} ranks")
+    return f"{observed_name(hardware)}-{ranks}-ranks"
+
+
+def observed_file(hardware: Mapping[str, Any], ranks: int) -> Path:
+    """Return the checkpoint that trainings on some hardware by as many ranks teach by themselves."""
+    return folder() / f"{place(hardware, ranks)}{OBSERVED}"
+
+
+def described_here(device: str, name: str | None, threads: int) -> dict[str, Any]:
+    """Return a description of hardware with this environment's libraries, for :func:`place`.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        name: of the processor or card; None for the one that is here.
+        threads: of a rank.
+    """
+    found = {"device": device, "name": name or hardware_here(device) or "unknown", "threads": threads}
+    return {**found, **library_versions()}
 
 
 def observed_name(hardware: Mapping[str, Any]) -> str:
@@ -166,12 +220,17 @@ def observed_name(hardware: Mapping[str, Any]) -> str:
 
 
 def files() -> list[Path]:
-    """Return the user's own checkpoints in order of names; raises OSError if the folder cannot be read."""
+    """Return the user's own checkpoints in order of names, none that trainings taught by themselves.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     try:
         names = sorted(os.listdir(folder()))
     except FileNotFoundError:
         return []
-    return [folder() / name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
+    return [folder() / name for name in names if name.endswith(".safetensors") and not name.startswith(".")
+            and not name.endswith(OBSERVED)]  # fmt: skip
 
 
 def _slug(text: str) -> str:
@@ -224,6 +283,19 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
         notes += _other_libraries(metadata, topology.compute_device)
         notes += _exchanged_elsewhere(metadata) if topology.world_size > 1 else []
     return tuple(notes)
+
+
+def learned_from(checkpoint: Checkpoint, compute_device: str) -> tuple[str, ...]:
+    """Return a text on costs that trainings on this hardware taught; empty for other costs."""
+    learned, hardware = (checkpoint.metadata.get(section, {}) for section in ("learned", "hardware"))
+    here = describe_hardware("cpu", 1)["name"] if compute_device == "cpu" else hardware.get("name")
+    if not learned or (hardware.get("device"), hardware.get("name")) != (compute_device, here):
+        return ()
+    runs, sets = learned["runs"], sum(check["sets"] for check in learned["checks"])
+    off = (
+        f", {100 * sum(check['after'] * check['sets'] for check in learned['checks']) / sets:.0f} % off" if sets else ""
+    )
+    return (f"costs learned from {runs} run{'s' * (runs > 1)} on this hardware{off}",)
 
 
 def _from_where(checkpoint: Checkpoint, compute_device: str) -> str:

@@ -6,8 +6,11 @@ It adds no collective and no synchronisation to a step. Its errors end it with a
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -117,15 +120,38 @@ class AutomaticObservation:
         if observer is None or observer.steps < min(self._steps, LEAST_STEPS):
             return
         write = guarded(lambda: _write(observer, self._rank), _failed)
-        try:
+        if threading.main_thread().is_alive():
             threading.Thread(target=write, name="dreamshard_planner observation").start()
-        except RuntimeError:  # Python ends
+        else:  # Python ends
             write()
 
 
 def _write(observer: Observer, rank: int) -> None:
-    """Write a rank's record into the user's folder."""
+    """Write a rank's record into the user's folder; rank 0 starts the process that learns from all ranks' records."""
     observation = observer.observation()
-    folder = choice.runs_folder(observation.hardware, observation.runs[0].world_size)
+    place = choice.place(observation.hardware, observation.runs[0].world_size)
+    folder = choice.home() / "runs" / place
     folder.mkdir(parents=True, exist_ok=True)
     observation.save(rank_file(folder / f"{observer.id}.json", rank))
+    if rank:
+        return
+    with open(folder / "background.log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dreamshard_planner.background", str(folder), observer.id],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", VARIABLE: "0"},
+            start_new_session=True,
+        )
+    tell = guarded(lambda: _tell(process.communicate()[0]), _failed)
+    threading.Thread(target=tell, name="dreamshard_planner background", daemon=True).start()
+
+
+def _tell(told: bytes) -> None:
+    """Log what the process learned; it may have told nothing."""
+    known = json.loads(told or b"{}")
+    if learned := known.get("learned"):
+        logger.info("%s", learned)
+    if better := known.get("better"):
+        logger.warning("%s", better)

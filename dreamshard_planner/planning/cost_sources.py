@@ -14,7 +14,7 @@ import torch
 from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.checkpoints.choice import checkpoint_notes
+from dreamshard_planner.checkpoints.choice import checkpoint_notes, learned_from
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, Interconnect, fits_of
 from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost
 from dreamshard_planner.cost.problem import Cost
@@ -101,7 +101,9 @@ class NetworkCosts:
         uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
         quantized = self.uses_network and any(serves(option.compute_kernel) for option in plan)
         uses_network = self.uses_network and not quantized
+        learned = learned_from(self.checkpoint, self.topology.compute_device) if self.uses_network else ()
         return (
+            *noted("learned", learned),
             *noted("assumption", default_notes(self.topology, links_measured=measured)),
             *noted("source", [_uncounted_lookups(self.checkpoint)] if uncounted else []),
             *noted("source", [_QUANTIZED] if quantized else []),

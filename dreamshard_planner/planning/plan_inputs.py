@@ -73,6 +73,8 @@ class PlannerSettings:
     sharding_groups: ShardingGroups | None = None
     least_gain: float | None = None
     hot_rows_bytes: int = 0
+    recalled: str = ""
+    """Origin of statistics that the user did not give; empty if there are none."""
 
     def __post_init__(self) -> None:
         types = {"statistics": TableStatistics, "placement_rules": PlacementRules, "sharding_groups": ShardingGroups}

@@ -134,6 +134,7 @@ def _model_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[N
     uneven = [fqn for fqn, why in model.left_out.items() if TW in why and UNEVEN_OUTPUTS in why.values()]
     return (
         *noted("hardware", filter(None, [model.ranks.hardware])),
+        *noted("source", filter(None, [model.settings.recalled])),
         *model.assumptions(plan),
         *noted("table", model.doubtful),
         *noted("unused", model.unused),

@@ -262,6 +262,7 @@ class Report(Predicted):
     def __str__(self) -> str:
         per_rank = "compute and collectives per rank" if self._estimate_ms else "compute per rank"
         lines = [
+            *(f"{str(note).capitalize()}." for note in self.notes if note.code == "learned"),
             f"{self.verdict}.",
             *(f"Planned for {note}." for note in self.notes if note.code == "hardware"),
             *(f"Note: {note}." for note in self.notes if note.code == "assumption"),
@@ -278,7 +279,7 @@ class Report(Predicted):
         if len(self.collectives) > 1:
             each = ", ".join(f"{name} {ms:.3f}" for name, ms in self.collectives)
             lines.append(f"Milliseconds of collectives, forward and backward: {each}.")
-        shown = ("hardware", "assumption", "search")
+        shown = ("learned", "hardware", "assumption", "search")
         lines += [f"Note: {note}." for note in self.notes if note.code not in shown]
         return short_words("\n".join(lines))
 

@@ -25,6 +25,7 @@ from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
 from dreamshard_planner.hot_rows.index_dedup import dedup_notes
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.plan_notes import knows_lookups
+from dreamshard_planner.planning.remembered import Remembered
 from dreamshard_planner.planning.result import PlanResult, SearchRecord
 from dreamshard_planner.planning.search_plan import SearchSettings
 from dreamshard_planner.plans.notes import Note, noted
@@ -178,6 +179,7 @@ class SearchLoop:
         given: components to use instead of ours.
         plan_loader: of the planner; ours is bound to this problem.
         falls_back: whether TorchRec's plan is taken if ours gains too little.
+        remembered: observed plans of the model's tables.
 
     Attributes:
         enumerator, proposers, partitioner, perf_model: the components of the loop.
@@ -185,10 +187,16 @@ class SearchLoop:
     """
 
     def __init__(
-        self, model: ModelProblem, given: GivenComponents, plan_loader: PlanLoader | None, falls_back: bool
+        self,
+        model: ModelProblem,
+        given: GivenComponents,
+        plan_loader: PlanLoader | None,
+        falls_back: bool,
+        remembered: Remembered | None = None,
     ) -> None:
         context, settings = model.context, model.settings
-        self._model, self._given, self._falls_back = model, given, falls_back
+        self._model, self._given, self._falls_back, self._remembered = model, given, falls_back, remembered
+        self._replaced: tuple[Note, ...] = ()
         self._fallback: BaselineFallback | None = None
         self.hot_rows: HotRowsChoice | None = None
         self._placed: Signatures = {}
@@ -242,6 +250,9 @@ class SearchLoop:
             if self._fallback is not None:
                 plan = self._fallback.options
                 self.enumerator.populate_estimates(plan)  # by our costs, as of other plans
+            if self._remembered is not None and (faster := self._remembered.faster(self.model, plan)) is not None:
+                plan, self._replaced = faster.options, (faster.note,)
+                self.enumerator.populate_estimates(plan)
         elif self._ours is not None and self._ours.placed is not None:
             plan = self._searched_again(plan, self._ours)
         if self._model.settings.hot_rows_bytes and self._loader is None:
@@ -274,6 +285,7 @@ class SearchLoop:
             notes += found.torchrec.notes()
         if self._fallback is not None:
             notes.append(self._fallback.note)
+        notes += self._replaced
         if self.hot_rows is not None:
             notes += self.hot_rows.notes()
         notes += dedup_notes(self.model, plan)

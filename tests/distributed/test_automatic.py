@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +17,29 @@ import torch
 from logged import logged
 from ranks import Rank, run_on_ranks
 from test_observed_steps import _hooks
-from tiny import LOCAL_BATCH, make_planner, shard, train
+from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, make_planner, shard, train
 
-from dreamshard_planner import Observation, observe
+from dreamshard_planner import DreamShardPlanner, Observation, observe
+from dreamshard_planner.checkpoints.choice import resolve
+from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing import automatic
 from dreamshard_planner.observing.observer import END_DEFAULT
 
 STEPS = 24
 TRAINED = automatic.WARM_UP_STEPS + STEPS + 3
-THREAD = "dreamshard_planner observation"
 
 
 def _surroundings(home: str, steps: str = str(STEPS)) -> None:
     os.environ.update(DREAMSHARD_HOME=home, DREAMSHARD_OBSERVE=steps)
+    logging.getLogger("dreamshard_planner").setLevel(logging.INFO)
 
 
 def _written() -> None:
-    """Wait for the threads that write what was observed."""
-    for thread in threading.enumerate():
-        if thread.name == THREAD:
-            thread.join()
+    """Wait for the threads that write what was observed, and then for what was learned."""
+    for name in ("observation", "background"):
+        for thread in threading.enumerate():
+            if thread.name == f"dreamshard_planner {name}":
+                thread.join()
 
 
 def _messages(records: list[Any]) -> list[str]:
@@ -60,9 +66,12 @@ def _trained(rank: Rank, home: str) -> tuple[list[float], list[float], list[str]
 
 
 def test_steps_after_the_warm_up_are_observed_and_nothing_is_left(tmp_path: Path) -> None:
-    for losses, plain, messages in run_on_ranks(_trained, str(tmp_path), world_size=2):
+    ranks = run_on_ranks(_trained, str(tmp_path), world_size=2)
+    for losses, plain, messages in ranks:
         assert losses == plain
         assert not any("training goes on" in message for message in messages)
+    assert "DREAMSHARD_OBSERVE=0 switches this off" in ranks[0][2][0]  # rank 0 alone says so
+    assert not ranks[1][2]
     files = _runs(tmp_path)
     assert [file.suffixes for file in files] == [[".0", ".json"], [".1", ".json"]]
     (run,) = Observation.load_all(files).runs
@@ -118,3 +127,47 @@ def test_a_home_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Pa
         assert len(losses) == TRAINED and torch.tensor(losses).isfinite().all()
         (told,) = (text for text in messages if "training goes on" in text)
         assert str(home) in told
+
+
+def _own_costs(home: Path, scale: float) -> None:
+    """Keep costs for this processor that are too high by a factor."""
+    shipped, hardware = resolve("auto", "cpu"), describe_hardware("cpu", 1)
+    rates = [scale, 0.0, 0.0, 0.0, 0.0]
+    metadata = {**shipped.metadata, "hardware": hardware, "corrections": {"rowwise_adagrad": [rates, rates]}}
+    (home / "checkpoints").mkdir(parents=True)
+    replace(shipped, metadata=metadata).save(home / "checkpoints" / "own.safetensors")
+
+
+def _start(rank: Rank, home: str) -> dict[str, Any]:
+    """A start of a job that says nothing of batches, lookups and costs."""
+    _surroundings(home)
+    planner = DreamShardPlanner(effort="quick", sharding_types=["table_wise", "column_wise"])
+    with logged("observing.automatic") as records, logged("planning.remembered") as recalled:
+        losses = train(shard(planner, rank), rank, TRAINED, 2 * LOCAL_BATCH)
+        _written()
+    told: dict[str, Any] = {"losses": losses, "messages": _messages([*records, *recalled])}
+    if rank.rank == 0:
+        report, saved = planner.report(), planner.saved_plan()
+        told |= {
+            "report": str(report).splitlines(),
+            "inputs": saved.inputs,
+            "plan": saved.sharding,
+            "best": planner.best_known(),
+        }
+    return told
+
+
+def test_each_start_of_a_job_makes_the_next_plan_better(tmp_path: Path) -> None:
+    _own_costs(tmp_path, 9.0)
+    first, second, third = (run_on_ranks(_start, str(tmp_path), world_size=2)[0] for _ in range(3))
+    assert len(list(tmp_path.glob("checkpoints/*-observed.safetensors"))) == 1
+    assert "learned" not in first["report"][0] and first["inputs"].statistics is None
+    for runs, told in ((1, second), (2, third)):
+        assert re.match(rf"Costs learned from {runs} runs? on this hardware, \d+ % off\.", told["report"][0])
+        assert "-observed.safetensors" in told["inputs"].settings["checkpoint"]
+        assert told["inputs"].batch_size == LOCAL_BATCH and told["inputs"].statistics is not None
+        assert any("statistics are those of the last training" in line for line in told["report"])
+        assert {name: known.pooling_factor for name, known in told["inputs"].features.items()} == dict(
+            zip(FEATURES, POOLING_FACTORS, strict=True)
+        )
+    assert any("costs learned from 1 run on this hardware" in text for text in first["messages"])

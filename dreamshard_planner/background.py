@@ -1,0 +1,193 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""``python -m dreamshard_planner.background FOLDER RUN``: learn from a training that was observed by itself.
+
+Rank 0 of the training starts it, and it runs at low priority. It waits for the files of all ranks, learns costs from
+the newest runs in the folder, keeps statistics and observed plans of the tables, and plans again. It prints a JSON
+object with sentences for the training's log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from dreamshard_planner.checkpoints import choice
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.errors import CalibrationRefused, FileError, ObservationError
+from dreamshard_planner.observing.learning import learn
+from dreamshard_planner.observing.observation import Observation, ObservedRun, files_of
+from dreamshard_planner.offline.from_plan import job_of
+from dreamshard_planner.planning.remembered import Remembered, batch_size_of, sharding_key
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.support.files import open_locked
+from dreamshard_planner.workload.counting import SAME_BATCH
+
+logger = logging.getLogger(__name__)
+
+LIMIT_SECONDS = 1800
+"""Time after which the process is ended by an alarm."""
+PATIENCE_SECONDS = 60.0
+"""Time to wait for the files of other ranks, which may be killed, or write into another home."""
+RUNS = 8
+"""Newest runs to learn from; older ones are removed."""
+LEAST_GAIN = 0.02
+"""Share of an observed step from which on a better plan is told."""
+DAY_SECONDS = 86_400
+
+
+def main(words: Sequence[str]) -> None:
+    """The command."""
+    folder, run_id = Path(words[0]), words[1]
+    os.nice(19)
+    signal.alarm(LIMIT_SECONDS)
+    torch.set_num_threads(1)
+    with closing(_locked(folder / "lock")):
+        _wait_for_ranks(folder / f"{run_id}.json")
+        told = learn_from(folder, run_id)
+    print(json.dumps(told), flush=True)
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Wait until no other training's process learns in this folder; the alarm ends the wait."""
+    while True:
+        try:
+            return open_locked(path)
+        except FileError:
+            time.sleep(1.0)
+
+
+def _wait_for_ranks(path: Path) -> None:
+    world_size = Observation.load_all([path]).runs[0].world_size
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(files_of(path)) < world_size and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def learn_from(folder: Path, run_id: str) -> dict[str, str]:
+    """Learn from the newest runs in a folder, and plan one of them again.
+
+    Args:
+        folder: of runs on equal hardware by equally many ranks.
+        run_id: the run to plan again.
+
+    Returns:
+        Sentences for the training's log: ``learned``, and ``better`` if a better plan is known.
+    """
+    observation = _newest(folder, run_id)
+    run = next(one for one in observation.runs if one.id == run_id)
+    checkpoint = _learned(observation, run.world_size)
+    told = dict(zip(("learned",), choice.learned_from(checkpoint, str(observation.hardware["device"])), strict=False))
+    if run.plan is not None:
+        told |= _remember(observation, run, run.plan, folder.name, checkpoint)
+    return told
+
+
+def _newest(folder: Path, run_id: str) -> Observation:
+    """Return the newest runs that can be read, and remove the files of older ones.
+
+    Raises:
+        ObservationError: the run itself cannot be read.
+    """
+    written: dict[str, float] = {}
+    for path in folder.glob("*.json"):
+        name = path.name.partition(".")[0]
+        written[name] = max(written.get(name, 0.0), path.stat().st_mtime)
+    newest = sorted(written, key=lambda name: (name == run_id, written[name]), reverse=True)
+    for name in newest[RUNS:]:
+        for path in folder.glob(f"{name}.*"):
+            path.unlink(missing_ok=True)
+    for part in folder.glob(".*.part"):  # of a process that was killed
+        if time.time() - part.stat().st_mtime > DAY_SECONDS:
+            part.unlink(missing_ok=True)
+    runs = {run_id: Observation.load_all([folder / f"{run_id}.json"])}
+    for name in newest[1:RUNS]:
+        try:
+            runs[name] = Observation.load_all([folder / f"{name}.json"])
+            Observation.merge(runs)
+        except ObservationError as error:
+            runs.pop(name, None)
+            logger.warning("run %s is left out: %s", name, error)
+    return Observation.merge(runs)
+
+
+def _learned(observation: Observation, ranks: int) -> Checkpoint:
+    """Learn costs; return those in use if nothing better is confirmed."""
+    hardware = observation.hardware
+    device, threads, card = str(hardware["device"]), int(hardware["threads"]), str(hardware["name"])
+    path = choice.observed_file(hardware, ranks)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return learn(choice.measured(device, threads, card), observation, path)
+    except (CalibrationRefused, ObservationError) as error:
+        logger.warning("nothing was learned: %s", error)
+        return choice.resolve("auto", device, threads, card, ranks)
+
+
+def _remember(
+    observation: Observation, run: ObservedRun, plan: SavedPlan, place: str, checkpoint: Checkpoint
+) -> dict[str, str]:
+    """Keep statistics and observed plans of a run's tables, plan again, and tell of a better plan."""
+    remembered = Remembered.of_plan(plan, place)
+    observed: dict[str, tuple[str, float, SavedPlan]] = {}
+    for one in observation.runs:
+        if one.plan is None or Remembered.of_plan(one.plan, place) != remembered:
+            continue
+        key, last = sharding_key(one.plan.sharding), (one.started, step_ms(one), one.plan)
+        observed[key] = max(observed.get(key, last), last, key=lambda known: known[0])
+    _, _, fastest = min(observed.values(), key=lambda known: known[1])
+    steps_ms = {key: known_ms for key, (_, known_ms, _) in observed.items()}
+    statistics = run.statistics if run.statistics else None
+    remembered.remember(statistics, steps_ms, fastest, None)
+    if statistics is None:
+        return {}
+    again = _planned_again(run, plan, checkpoint)
+    if again is None:
+        return {}
+    better, before_ms, after_ms = again
+    now_ms = step_ms(run)
+    then_ms = now_ms - (before_ms - after_ms)
+    if then_ms > (1 - LEAST_GAIN) * now_ms or sharding_key(better.sharding) in steps_ms:
+        return {}
+    remembered.remember(None, steps_ms, fastest, better)
+    return {
+        "better": f"a plan {100 * (1 - then_ms / now_ms):.0f} % faster is known (predicted {now_ms:.1f} -> "
+        f"{then_ms:.1f} ms a step, embedding {100 * (1 - after_ms / before_ms):.0f} %); saved as "
+        f"{remembered.better_file}; it loads your checkpoint at the next start"
+    }
+
+
+def step_ms(run: ObservedRun) -> float:
+    """Return the milliseconds of a step."""
+    return max(rank.median("step") for rank in run.ranks)
+
+
+def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) -> tuple[SavedPlan, float, float] | None:
+    """Return another plan for what a run observed, with predicted costs of the run's plan and of it."""
+    samples = batch_size_of(run.statistics) or plan.inputs.batch_size
+    near = max(samples, plan.inputs.batch_size) <= SAME_BATCH * min(samples, plan.inputs.batch_size)
+    job = job_of(plan, run.statistics)
+    job = replace(
+        job,
+        batch_size=plan.inputs.batch_size if near else samples,
+        settings={**job.settings, "checkpoint": checkpoint},
+    )
+    planned = job.plan()
+    before_ms, after_ms = planned.planner.predict(plan).total_ms, planned.report.chosen.total_ms
+    made = planned.saved
+    inputs = replace(made.inputs, topology=plan.inputs.topology, constraints=plan.inputs.constraints)
+    return (replace(made, inputs=inputs), before_ms, after_ms) if after_ms < before_ms else None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,188 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Statistics and plans that trainings of the same tables observed, in the user's folder.
+
+``tables/KEY/statistics.json`` has the statistics. A folder beside it, for each kind of hardware and number of ranks,
+has ``observed.json`` (milliseconds of a step by sharding), ``fastest.json`` (the fastest observed plan), and
+``better.json`` (a plan that is predicted to be better than the last observed one).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
+from torchrec.distributed.types import ModuleSharder
+
+from dreamshard_planner.checkpoints import choice
+from dreamshard_planner.devices import card_of
+from dreamshard_planner.errors import DreamShardError, FileError
+from dreamshard_planner.planning.given_plans import shardings
+from dreamshard_planner.planning.model_problem import ModelProblem
+from dreamshard_planner.planning.plan_inputs import PlannerSettings
+from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
+from dreamshard_planner.search_space.modules import shardable_tables
+from dreamshard_planner.support.documents import Amount, parsed
+from dreamshard_planner.support.files import read_json, write_whole
+from dreamshard_planner.support.fingerprint import digest
+from dreamshard_planner.workload.statistics import TableStatistics
+
+logger = logging.getLogger(__name__)
+
+SLOWER = 1.05
+"""Ratio of observed steps from which on a plan is slower than another; below, steps differ by chance."""
+
+
+@dataclass(frozen=True)
+class FasterPlan:
+    """An observed plan that takes the place of a slower one."""
+
+    options: list[ShardingOption]
+    """One option for every table, with ranks."""
+    note: Note
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Files about a set of tables on some ranks."""
+
+    folder: Path
+    """Folder of the tables."""
+    place: str
+    """Hardware and number of ranks."""
+
+    @classmethod
+    def of_module(
+        cls, module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]], topology: Topology
+    ) -> Remembered:
+        """Return the files about a model's tables on the ranks of a topology."""
+        tables = {
+            table.fqn: (*map(int, table.parameter.shape), table.feature_names)
+            for table in shardable_tables(module, sharders)
+        }
+        hardware = choice.described_here(topology.compute_device, card_of(topology), torch.get_num_threads())
+        return cls(_folder(tables), choice.place(hardware, topology.world_size))
+
+    @classmethod
+    def of_plan(cls, plan: SavedPlan, place: str) -> Remembered:
+        """Return the files about a plan's tables at a place of :func:`~dreamshard_planner.checkpoints.choice.place`."""
+        tables = {
+            fqn: (table.rows, table.dim, tuple(filter(None, table.features)))
+            for fqn, table in plan.inputs.tables.items()
+        }
+        return cls(_folder(tables), place)
+
+    def statistics(self) -> TableStatistics | None:
+        """Return the statistics that the last training counted; None if there are none that can be read."""
+        path = self.folder / "statistics.json"
+        try:
+            return TableStatistics.from_json(path) if path.exists() else None
+        except (DreamShardError, OSError) as error:
+            logger.warning("statistics of an earlier training are left out: %s", error)
+            return None
+
+    def completed(self, settings: PlannerSettings) -> PlannerSettings:
+        """Return a planner's settings with the observed statistics, and their batch size, if the user gave none."""
+        statistics = None if settings.statistics is not None else self.statistics()
+        if statistics is None:
+            return settings
+        samples = batch_size_of(statistics)
+        text = f"statistics are those of the last training of these tables, in {self.folder}"
+        if settings.given_batch_size is None and samples:
+            text += f"; so is the local batch of {samples:,} samples"
+        return replace(
+            settings,
+            statistics=statistics,
+            given_batch_size=settings.given_batch_size or samples,
+            recalled=text,
+        )
+
+    def better(self) -> SavedPlan | None:
+        """Return the plan that is predicted to be better than the last observed one, if there is one."""
+        return self._plan("better.json")
+
+    def faster(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> FasterPlan | None:
+        """Return the fastest observed plan if the given one was observed to be slower; else None."""
+        observed, fastest = self._observed(), self._plan("fastest.json")
+        if fastest is None:
+            return None
+        slow_ms, fast_ms = (observed.get(sharding_key(one)) for one in (shardings(plan), fastest.sharding))
+        if slow_ms is None or fast_ms is None or slow_ms <= SLOWER * fast_ms:
+            return None
+        try:
+            options = list(model.matched(fastest).values())
+        except PlannerError:  # memory, constraints or rules have changed
+            return None
+        text = (
+            f"an earlier plan takes the place of the planned one, which was observed to be slower: {slow_ms:.1f} ms a "
+            f"step, and {fast_ms:.1f} before"
+        )
+        logger.warning("%s", text)
+        return FasterPlan(options, Note("search", text, {"slow_ms": slow_ms, "fast_ms": fast_ms}))
+
+    def remember(
+        self,
+        statistics: TableStatistics | None,
+        observed: Mapping[str, float],
+        fastest: SavedPlan | None,
+        better: SavedPlan | None,
+    ) -> None:
+        """Write everything known after a training; None for a plan removes its file, None for statistics keeps them.
+
+        Raises:
+            FileError, PlanError: a file cannot be written.
+        """
+        own = self.folder / self.place
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{own}: cannot be made: {error.strerror}") from error
+        if statistics is not None:
+            statistics.to_json(self.folder / "statistics.json")
+        write_whole(own / "observed.json", json.dumps(dict(observed)))
+        for name, plan in (("fastest.json", fastest), ("better.json", better)):
+            if plan is None:
+                (own / name).unlink(missing_ok=True)
+            else:
+                plan.save(own / name)
+
+    @property
+    def better_file(self) -> Path:
+        """File of :meth:`better`."""
+        return self.folder / self.place / "better.json"
+
+    def _observed(self) -> dict[str, float]:
+        path = self.folder / self.place / "observed.json"
+        try:
+            return parsed(dict[str, Amount], read_json(path, FileError), path, FileError) if path.exists() else {}
+        except (DreamShardError, OSError) as error:
+            logger.warning("observed plans are left out: %s", error)
+            return {}
+
+    def _plan(self, name: str) -> SavedPlan | None:
+        path = self.folder / self.place / name
+        try:
+            return SavedPlan.load(path) if path.exists() else None
+        except (DreamShardError, OSError) as error:
+            logger.warning("an observed plan is left out: %s", error)
+            return None
+
+
+def _folder(tables: Mapping[str, tuple[object, ...]]) -> Path:
+    return choice.home() / "tables" / digest(tables)[:20]
+
+
+def sharding_key(sharding: Mapping[str, Mapping[str, TableSharding]]) -> str:
+    """Return a digest that is equal for plans that shard all tables alike."""
+    return digest(sharding)
+
+
+def batch_size_of(statistics: TableStatistics) -> int | None:
+    """Return the samples of a local batch; None if no feature tells."""
+    return max((feature.batch_size or 0 for feature in statistics.values()), default=0) or None
