@@ -1,0 +1,135 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Statistics and plans that trainings of the same tables observed, as the next start takes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SHARDERS, collection, table, topology
+
+from dreamshard_planner import DreamShardPlanner, Observation, SavedPlan
+from dreamshard_planner.background import RUNS, learn_from
+from dreamshard_planner.checkpoints import choice
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.observing.observation import ObservedRun, rank_file
+from dreamshard_planner.planning.remembered import Remembered, sharding_key
+from tests.observing.runs import rank_steps
+from tests.planning.test_context import statistics
+
+BATCH = 48
+STATISTICS = statistics(factor=30.0, batch_size=BATCH)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home."""
+    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
+    return tmp_path
+
+
+def model() -> Any:
+    return collection(*(table(f"t{i}", 100_000 * (i + 1), 64) for i in range(4)))
+
+
+def started(**arguments: Any) -> DreamShardPlanner:
+    """A planner after the start of a job, on rank 0."""
+    given = {"effort": "quick", "sharding_types": ["table_wise"], "stats": [], "debug": False}
+    planner = DreamShardPlanner(topology=topology(), **(given | arguments))
+    planner._recalls = True  # as collective_plan does, which needs the ranks
+    planner.plan(model(), SHARDERS)
+    return planner
+
+
+def remembered() -> Remembered:
+    return Remembered.of_module(model(), SHARDERS, topology())
+
+
+def on_one_rank(plan: SavedPlan) -> SavedPlan:
+    """The plan with all tables on rank 1."""
+    return replace(
+        plan,
+        sharding={
+            path: {
+                name: replace(one, shards=tuple(replace(shard, rank=1) for shard in one.shards))
+                for name, one in module.items()
+            }
+            for path, module in plan.sharding.items()
+        },
+    )
+
+
+def test_statistics_and_batch_size_serve_a_start_without_any() -> None:
+    plain = started().saved_plan().inputs
+    remembered().remember(STATISTICS, {}, None, None)
+    after = started()
+    assert after.saved_plan().inputs.batch_size == BATCH != plain.batch_size
+    assert after.lookups_per_sample()["t0_f0"] == 30.0
+    assert "statistics are those of the last training of these tables" in str(after.report())
+    own = started(statistics=statistics(factor=7.0), batch_size=64)
+    assert own.lookups_per_sample()["t0_f0"] == 7.0 and own.saved_plan().inputs.batch_size == 64
+    offline = DreamShardPlanner(topology=topology(), effort="quick", sharding_types=["table_wise"])
+    offline.plan(model(), SHARDERS)
+    assert offline.saved_plan().inputs == plain
+
+
+@pytest.mark.parametrize("damage", ["{}", '{"schema": 0}', "[1]", "no JSON"])
+def test_damaged_files_are_left_out(damage: str) -> None:
+    known, plan = remembered(), started().saved_plan()
+    known.remember(STATISTICS, {sharding_key(plan.sharding): 1.0}, plan, plan)
+    assert known.better() is not None
+    for file in known.folder.rglob("*.json"):
+        file.write_text(damage)
+    assert started().lookups_per_sample()["t0_f0"] == 1.0
+    assert started().best_known() is None
+
+
+@pytest.mark.parametrize(("slow_ms", "replaced"), [(110.0, True), (104.0, False)])
+def test_a_plan_that_was_observed_to_be_slower_is_replaced(slow_ms: float, replaced: bool) -> None:
+    planned = started().saved_plan()
+    faster = on_one_rank(planned)
+    steps_ms = {sharding_key(planned.sharding): slow_ms, sharding_key(faster.sharding): 100.0}
+    remembered().remember(None, steps_ms, faster, None)
+    after = started()
+    assert after.saved_plan().sharding == (faster if replaced else planned).sharding
+    assert ("observed to be slower: 110.0 ms a step, and 100.0 before" in str(after.report())) == replaced
+
+
+def _observe(plan: SavedPlan, name: str, step_ms: float) -> tuple[Path, str]:
+    """Write the files of a run whose kernels teach nothing."""
+    ranks = tuple(rank_steps(0, rank, dict(STATISTICS), step=(step_ms,) * 8) for rank in range(2))
+    run = ObservedRun(name, f"2026-11-2{name}", 2, 1, "gloo", plan, {}, ranks)
+    hardware = describe_hardware("cpu", torch.get_num_threads())
+    folder = choice.home() / "runs" / choice.place(hardware, 2)
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in ranks:
+        kept = Observation(hardware, (replace(run, ranks=(rank,), plan=None if rank.rank else plan),))
+        kept.save(rank_file(folder / f"{name}.json", rank.rank))
+    return folder, name
+
+
+def test_a_better_plan_is_known_after_a_run_and_not_told_once_observed() -> None:
+    planner = started(batch_size=BATCH)
+    planned = planner.saved_plan()
+    slow = on_one_rank(planned)
+    told = learn_from(*_observe(slow, "1", planner.predict(slow).total_ms))
+    assert told["better"].startswith("a plan ") and str(choice.home()) in told["better"]
+    better = planner.best_known()
+    assert better is not None and planner.predict(better).total_ms < planner.predict(slow).total_ms
+    assert started(batch_size=BATCH).saved_plan().sharding == better.sharding  # with the counted statistics
+    told = learn_from(*_observe(better, "2", 2 * planner.predict(slow).total_ms))
+    assert "better" not in told and planner.best_known() is None
+    assert started(batch_size=BATCH).saved_plan().sharding == slow.sharding  # which was observed to be faster
+
+
+def test_old_runs_are_removed_and_damaged_ones_left_out(home: Path) -> None:
+    plan = started(batch_size=BATCH).saved_plan()
+    for name in "123456789":
+        folder, _ = _observe(plan, name, 100.0)
+    (folder / "5.0.json").write_text("{}")
+    learn_from(folder, "9")
+    assert len({path.name[0] for path in folder.glob("*.json")}) == RUNS
+    assert (remembered().folder / "statistics.json").exists()
