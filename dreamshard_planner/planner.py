@@ -422,7 +422,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         options = model.context.searched_options(model.search_space)
         settings = SearchSettings(model.settings.search, model.settings.seed)
         found = search_near(model.context, options, model.left, settings, plan, same_ranks)
-        return found.report(model.context.notes(found.options))
+        return model.context.report(found)
 
     def best_known(self) -> SavedPlan | None:
         """Return the plan that is known to be better than the last one, on the rank that planned; None without any.

@@ -10,7 +10,7 @@ import pytest
 from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner import Checkpoint, TaskError, driver
-from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes
+from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, confidence
 from dreamshard_planner.cost.roofline import L2_BYTES, RooflineCost
 from dreamshard_planner.devices import GB, GPUS, UNKNOWN_CARD, Machine, card_of, default_notes, gpu_of
 from dreamshard_planner.measure.hardware import describe_hardware
@@ -92,28 +92,43 @@ def test_default_figures_are_compared_with_the_card_that_is_here(monkeypatch: py
     assert default_notes(Topology(world_size=1, compute_device="cuda", hbm_cap=GB, hbm_mem_bw=1e6)) == ()
 
 
-def test_costs_of_one_device_used_on_another_are_noted() -> None:
+def test_confidence_names_hardware_and_held_out_error() -> None:
     measured = Checkpoint.load(SHIPPED / "cpu.safetensors")
     cuda, cpu = (Machine(ranks_per_host=2, device=device).topology() for device in ("cuda", "cpu"))
-    (note,) = checkpoint_notes(measured, cuda)
-    assert "measured on cpu" in note and "cuda" in note
-    assert checkpoint_notes(measured, cuda, uses_network=False) == ()
+
+    def on(name: str, **metadata: object) -> Checkpoint:
+        hardware = {"hardware": {"device": "cpu", "name": name}}
+        return replace(measured, metadata={**measured.metadata, **hardware, "collectives": hardware, **metadata})
+
+    here = describe_hardware("cpu", 1)["name"]
+    assert confidence(measured, cuda).startswith("measured on cpu (")
+    assert "nothing was measured on such a device" in confidence(measured, cuda, uses_network=False)
+    forward, backward = measured.metadata["validation"]["network_mape"]
+    assert confidence(on(here), cpu) == f"measured on this hardware, {50 * (forward + backward):.0f} % off"
+    elsewhere = "measured on another CPU, abacus: absolute times may be several times off; observe and learn"
+    assert confidence(on("abacus"), cpu) == elsewhere
+    checks = {"checks": [{"after": 0.02}, {"after": 0.04}]}
+    assert confidence(on(here, calibration=checks), cpu) == "measured on this hardware, 3 % off"
+    learned = {"runs": 2, "checks": [{"after": 0.02, "sets": 1}, {"after": 0.06, "sets": 3}]}
+    assert confidence(on(here, learned=learned), cpu) == "costs learned from 2 runs on this hardware, 5 % off"
+    h100 = Checkpoint.load(SHIPPED / "nvidia-h100-80gb-hbm3.safetensors")
+    assert confidence(h100, Machine(ranks_per_host=2, gpu="h100").topology()).startswith("measured on this hardware, ")
+    assert "measured on another card, NVIDIA H100" in confidence(h100, Machine(ranks_per_host=2, gpu="h200").topology())
+
+
+def test_notes_tell_few_sets_checks_and_exchanges_of_other_hardware() -> None:
+    measured = Checkpoint.load(SHIPPED / "cpu.safetensors")
+    cpu, alone = (Machine(ranks_per_host=ranks, device="cpu").topology() for ranks in (2, 1))
     here = describe_hardware("cpu", 1)["name"]
     found = {"hardware": {"device": "cpu", "name": here}}
     at_home = replace(measured, metadata={**measured.metadata, **found, "collectives": found})
-    (note,) = checkpoint_notes(at_home, cpu)
-    assert "not yet checked on the machine that trains" in note and "dreamshard doctor --measure" in note
-    found = {"hardware": {"device": "cpu", "name": "abacus"}}
-    elsewhere = replace(measured, metadata={**measured.metadata, **found, "collectives": found})
-    (note,) = checkpoint_notes(elsewhere, cpu)
-    assert "measured on abacus" in note and here in note and "dreamshard calibrate" in note
+    assert checkpoint_notes(at_home, cpu) == ()
     told = {"dataset": {"sets": 80}, "calibration": {"sets": 90, "checked": "SGD (7 and 8 % off); dims 4 to 64"}}
     few, checked = checkpoint_notes(replace(at_home, metadata={**at_home.metadata, **told}), cpu)
-    assert "80" in few and "too few" in few and f"checked on {here} with SGD (7 and 8 % off); dims 4 to 64" in checked
+    assert "80" in few and "too few" in few and "checked with SGD (7 and 8 % off); dims 4 to 64" in checked
     told["started_from"] = "cpu.safetensors"  # which saw more than enough
     exchanged = {"collectives": {"hardware": {"name": "loom"}}}
     made = replace(at_home, metadata={**at_home.metadata, **told, **exchanged})
     checked, note = checkpoint_notes(made, cpu)
-    assert "checked on" in checked and note.startswith(f"exchanges were measured on loom, and kernels on {here}")
-    alone = Machine(ranks_per_host=1, device="cpu").topology()
+    assert "checked with" in checked and note.startswith(f"exchanges were measured on loom, and kernels on {here}")
     assert checkpoint_notes(made, alone) == (checked,)

@@ -279,7 +279,10 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
                 f"the cost network of {checkpoint.name} was fitted to {sets:,} measured sets, too few to rely on "
                 f"(fewer than {FEW_SETS:,})"
             )
-        notes.append(_from_where(checkpoint, topology.compute_device))
+        if learned := metadata.get("learned"):
+            notes.append(f"costs were {learned['said']}")
+        elif checked := metadata.get("calibration", {}).get("checked"):
+            notes.append(f"costs were checked with {checked}")
         notes += _other_libraries(metadata, topology.compute_device)
         notes += _exchanged_elsewhere(metadata) if topology.world_size > 1 else []
     return tuple(notes)
@@ -298,25 +301,30 @@ def learned_from(checkpoint: Checkpoint, compute_device: str) -> tuple[str, ...]
     return (f"costs learned from {runs} run{'s' * (runs > 1)} on this hardware{off}",)
 
 
-def _from_where(checkpoint: Checkpoint, compute_device: str) -> str:
-    """Return the note on hardware and checks."""
-    measured, calibration = (checkpoint.metadata.get(section, {}) for section in ("hardware", "calibration"))
-    device, name = measured.get("device"), measured.get("name")
-    if device is not None and device != compute_device:
-        return (
-            f"these costs were measured on {device} ({name}) and say little of {compute_device}, which the plan is for"
-        )
-    here = describe_hardware("cpu", 1)["name"] if device == "cpu" else name
-    if name not in (None, here):
-        return (
-            f"these costs were measured on {name}, and this machine is {here}; if it is to train, dreamshard calibrate "
-            "fits them to it"
-        )
-    if learned := checkpoint.metadata.get("learned"):
-        return f"costs were {learned['said']}"
-    if "checked" in calibration:
-        return f"costs were checked on {name} with {calibration['checked']}"
-    return "costs were not yet checked on the machine that trains; dreamshard doctor --measure does so there in seconds"
+def confidence(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> str:
+    """Tell how far to trust the milliseconds of a plan: the hardware that was measured, and the held-out error.
+
+    Args:
+        checkpoint: costs of the plan.
+        topology: of the plan.
+        uses_network: True if the checkpoint's costs were used, not only its policy.
+    """
+    metadata = checkpoint.metadata
+    if not uses_network or (checkpoint.cost is None and "learned" not in metadata):
+        return "nothing was measured on such a device: trust the order of plans, not their milliseconds"
+    device, name = (metadata.get("hardware", {}).get(key) for key in ("device", "name"))
+    planned = topology.compute_device
+    if device != planned:
+        return f"measured on {device} ({name}): costs say little of {planned}"
+    here = hardware_here("cpu") if device == "cpu" else card_of(topology) or hardware_here("cuda")
+    if here is not None and here != name:
+        kind = "CPU" if device == "cpu" else "card"
+        return f"measured on another {kind}, {name}: absolute times may be several times off; observe and learn"
+    if learned := learned_from(checkpoint, planned):
+        return learned[0]
+    errors = [check["after"] for check in metadata.get("calibration", {}).get("checks", ())]
+    errors = errors or metadata.get("validation", {}).get("network_mape") or []
+    return "measured on this hardware" + (f", {100 * sum(errors) / len(errors):.0f} % off" if errors else "")
 
 
 def _other_libraries(metadata: Mapping[str, Any], compute_device: str) -> list[str]:

@@ -166,7 +166,7 @@ def _own_checkpoints() -> Finding:
 def _checkpoint(device: str) -> Finding:
     """What ``checkpoint="auto"`` would take there, and why."""
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-    from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve
+    from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, confidence, resolve
     from dreamshard_planner.devices import Machine
     from dreamshard_planner.errors import CheckpointError
 
@@ -182,8 +182,8 @@ def _checkpoint(device: str) -> Finding:
         named = f"plans for {', '.join(measured)} take networks measured there" if device == "cuda" else ""
         advice = "; ".join(filter(None, (checkpoint.why, named, how)))
         return Finding(subject, f"{checkpoint.name}: bandwidths, for cards without a network", "note", advice)
-    notes = checkpoint_notes(checkpoint, Machine(ranks_per_host=1, device=device).topology())
-    found = f"{checkpoint.name}: network, measured on {checkpoint.metadata.get('hardware_name', '?')}"
-    if learned and checkpoint.cost is None:
-        found = f"{checkpoint.name}: bandwidths, learned from {learned['title']}"
-    return Finding(subject, found, "note" if set(notes) - {checkpoint.why} else "ok", "; ".join(notes))
+    topology = Machine(ranks_per_host=1, device=device).topology()
+    notes = checkpoint_notes(checkpoint, topology)
+    found = f"{checkpoint.name}: {'network' if checkpoint.cost else 'bandwidths'}, {confidence(checkpoint, topology)}"
+    doubtful = "another" in found or set(notes) - {checkpoint.why}
+    return Finding(subject, found, "note" if doubtful else "ok", "; ".join(notes))

@@ -39,7 +39,7 @@ from dreamshard_planner.workload.tables import (
 )
 
 FORMAT = "dreamshard_planner observation"
-VERSION = 3
+VERSION = 4
 OLDEST_VERSION = 2
 """Oldest version that is read; its plans lack pods and TorchRec's own figures."""
 WARM_UP = 3

@@ -71,12 +71,6 @@ class RatedPlan:
         """One option for every table."""
         return [options[index] for options, index in zip(self.read.options, self.sharding.options, strict=True)]
 
-    def report(
-        self, notes: Sequence[Note], rivals: Sequence[ReportEntry] = (), result: SearchResult | None = None
-    ) -> Report:
-        """Return the report on the plan; ``rivals`` and ``result`` are those of the search that found it."""
-        return Report.of(self.cost, self.sharding, rivals, result, notes)
-
 
 @dataclass(frozen=True)
 class PlanRater:
@@ -222,32 +216,48 @@ class PlanRater:
         read = self.read(plan, left, with_storage=left is not None)
         return RatedPlan(read, self.cost(read), read.sharding(plan))
 
-    def notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-        """Return notes on the sources of a plan's cost, and on how its tables were read."""
-        return (
+    def report(
+        self,
+        rated: RatedPlan,
+        notes: Sequence[Note] = (),
+        rivals: Sequence[ReportEntry] = (),
+        result: SearchResult | None = None,
+    ) -> Report:
+        """Return the report on a plan, with notes on its cost.
+
+        Args:
+            rated: the plan.
+            notes: further notes, which come first.
+            rivals, result: of the search that found it.
+        """
+        plan, synced_bytes = rated.options, _synced_bytes(rated) if self.sync_ms_per_byte else 0.0
+        averaging_ms = synced_bytes * self.sync_ms_per_byte
+        notes = (
+            *notes,
             *self._costs.notes(plan, self.reader),
             *self._price_notes(plan),
-            *self._sync_note(plan),
+            *([self._averaging(plan, synced_bytes, averaging_ms)] if averaging_ms else []),
             *noted("table", self.reader.notes(plan)),
         )
+        learned = self.checkpoint.metadata.get("learned") or {}
+        return replace(
+            Report.of(rated.cost, rated.sharding, rivals, result, notes),
+            confidence=self._costs.confidence(plan),
+            averaging_ms=averaging_ms,
+            estimate_ms=self._costs.estimate_ms(plan),
+            embedding_share=learned.get("embedding_share"),
+        )
 
-    def _sync_note(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    def _averaging(self, plan: Sequence[ShardingOption], synced_bytes: float, averaging_ms: float) -> Note:
         """Return a note on averaging replicas, in 2D parallelism."""
-        if not self.sync_ms_per_byte:
-            return ()
-        read = self.read(plan, with_storage=False)
-        rank_X, part_X = read.problem.laid(read.sharding(plan))
-        synced_D = torch.zeros(read.problem.num_ranks, dtype=torch.float64)
-        most = float(synced_D.index_add(0, rank_X, read.column("synced_bytes")[part_X]).max())
-        sync_ms = most * self.sync_ms_per_byte
         text = (
-            f"the plan is for the ranks of one sharding group; averaging up to {size_in_words(int(most))} of a rank "
-            f"with its replicas takes {sync_ms:.3f} ms of each batch in the mean, counted as backward, and happens in "
-            "place"
+            f"the plan is for the ranks of one sharding group; averaging up to {size_in_words(int(synced_bytes))} of a "
+            f"rank with its replicas takes {averaging_ms:.3f} ms of each batch in the mean, counted as backward, and "
+            "happens in place"
         )
         if any(type_of(option).span == "host" for option in plan):
             text += f"; DMPCollection needs node_group_size={self.topology.local_world_size}"
-        return (Note("source", text, {"sync_bytes": most, "sync_ms": sync_ms}),)
+        return Note("source", text, {"sync_bytes": synced_bytes})
 
     def _price_notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
         """Return a note per unknown kernel."""
@@ -269,3 +279,10 @@ class PlanRater:
 
 def _lacks_perf(option: ShardingOption) -> bool:
     return any(shard.perf is None for shard, _ in counted(option))
+
+
+def _synced_bytes(rated: RatedPlan) -> float:
+    """Return the most bytes that a rank averages with its replicas."""
+    rank_X, part_X = rated.read.problem.laid(rated.sharding)
+    synced_D = torch.zeros(rated.read.problem.num_ranks, dtype=torch.float64)
+    return float(synced_D.index_add(0, rank_X, rated.read.column("synced_bytes")[part_X]).max())

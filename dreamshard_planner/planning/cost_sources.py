@@ -14,7 +14,7 @@ import torch
 from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.checkpoints.choice import checkpoint_notes, learned_from
+from dreamshard_planner.checkpoints.choice import checkpoint_notes, confidence
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, Interconnect, fits_of
 from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost
 from dreamshard_planner.cost.problem import Cost
@@ -95,15 +95,21 @@ class NetworkCosts:
             latent_PH[part, adjusted.EXTRA_MS] = torch.tensor(price_ms, dtype=torch.float64)
         return Cost(problem, adjusted, latent_PH)
 
+    def confidence(self, plan: Sequence[ShardingOption]) -> str:
+        """Tell how far to trust the milliseconds of a plan."""
+        return confidence(self.checkpoint, self.topology, self.uses_network and not _is_quantized(plan))
+
+    def estimate_ms(self, plan: Sequence[ShardingOption]) -> dict[str, float]:
+        """Return the parts of TorchRec's estimate of the slowest rank; empty for other costs, or without estimates."""
+        return {}
+
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
         """Return notes on the sources of a plan's cost."""
         measured = not self.takes_estimates and _measured(self.topology, self.checkpoint).keys() >= {*OPERATIONS}
         uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
-        quantized = self.uses_network and any(serves(option.compute_kernel) for option in plan)
+        quantized = self.uses_network and _is_quantized(plan)
         uses_network = self.uses_network and not quantized
-        learned = learned_from(self.checkpoint, self.topology.compute_device) if self.uses_network else ()
         return (
-            *noted("learned", learned),
             *noted("assumption", default_notes(self.topology, links_measured=measured)),
             *noted("source", [_uncounted_lookups(self.checkpoint)] if uncounted else []),
             *noted("source", [_QUANTIZED] if quantized else []),
@@ -156,27 +162,25 @@ class TorchRecCosts(NetworkCosts):
         ]
         return Cost(read.problem, compute, torch.tensor(latents, dtype=torch.float64).view(-1, 3))
 
-    def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
-        """Return the notes of every cost source, and the parts of TorchRec's estimate of the slowest rank."""
-        return (*super().notes(plan, reader), *_estimate_parts(plan))
+    def confidence(self, plan: Sequence[ShardingOption]) -> str:
+        """Tell how far to trust the milliseconds of a plan."""
+        return "TorchRec's estimates, nothing measured: trust the order of plans, not their milliseconds"
+
+    def estimate_ms(self, plan: Sequence[ShardingOption]) -> dict[str, float]:
+        """Return the parts of TorchRec's estimate of the slowest rank; empty without estimates."""
+        of_rank: dict[int, list[Perf]] = {}
+        for option in plan:
+            perfs = chain.from_iterable(repeat(shard.perf, count) for shard, count in counted(option))
+            for rank, perf in zip(ranks_of(option), perfs, strict=True):
+                if rank is None or perf is None:
+                    return {}
+                of_rank.setdefault(rank, []).append(perf)
+        slowest = max(of_rank.values(), key=lambda perfs: sum(perf.total for perf in perfs), default=[])
+        return {name: sum(getattr(perf, name) for perf in slowest) for name in ESTIMATE_PARTS if slowest}
 
 
-def _estimate_parts(plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Return a note with the parts of TorchRec's estimate of the slowest rank, if the plan has estimates."""
-    of_rank: dict[int, list[Perf]] = {}
-    for option in plan:
-        perfs = chain.from_iterable(repeat(shard.perf, count) for shard, count in counted(option))
-        for rank, perf in zip(ranks_of(option), perfs, strict=True):
-            if rank is None or perf is None:
-                return ()
-            of_rank.setdefault(rank, []).append(perf)
-    if not of_rank:
-        return ()
-    slowest = max(sorted(of_rank), key=lambda rank: sum(perf.total for perf in of_rank[rank]))
-    parts = {name: sum(getattr(perf, name) for perf in of_rank[slowest]) for name in ESTIMATE_PARTS}
-    told = ", ".join(f"{name} {ms:.3f}" for name, ms in parts.items())
-    text = f"TorchRec's estimate of rank {slowest}, the slowest, is {told} ms; it has no other exchanges"
-    return (Note("source", text, {f"{name}_ms": ms for name, ms in parts.items()}),)
+def _is_quantized(plan: Sequence[ShardingOption]) -> bool:
+    return any(serves(option.compute_kernel) for option in plan)
 
 
 COST_SOURCES = {"auto": NetworkCosts, "roofline": BandwidthCosts, "torchrec": TorchRecCosts}

@@ -154,7 +154,7 @@ def explain(
     Raises:
         PlannerError: the plan has no such rank.
     """
-    report, problem, sharding = rated.report(notes), rated.read.problem, rated.sharding
+    report, problem, sharding = context.report(rated, notes), rated.read.problem, rated.sharding
     chosen = report.chosen
     rank = chosen.slowest if rank is None else rank
     if isinstance(rank, bool | float) or rank not in range(len(chosen.rank_ms)):

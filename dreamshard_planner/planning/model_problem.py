@@ -191,7 +191,7 @@ class ModelProblem:
         """Return a plan with all its inputs and with its report, by default a new one."""
         options = self.given.options(_loaded(plan))
         if report is None:
-            report = self.given.rated(options).report(self.context.notes(options))
+            report = self.context.report(self.given.rated(options))
         return SavedPlan(
             libraries=libraries(),
             predicted=report.predicted,
@@ -223,8 +223,7 @@ class ModelProblem:
     def explained(self, plan: AnyPlan, rank: int | None) -> Explanation:
         """Explain the time of one rank of a plan, by default of the slowest."""
         usable, rated = self.context.usable_options(self.search_space), self.rated(plan)
-        notes = (*self.context.notes(rated.options), *self.assumptions(rated.options))
-        return explain(self.context, self.left, rated, usable, notes, rank)
+        return explain(self.context, self.left, rated, usable, self.assumptions(rated.options), rank)
 
     def mixed_exchanges(self, plan: Sequence[ShardingOption]) -> list[str]:
         """Return a text for every exchange in which ranks would send different types."""

@@ -91,7 +91,7 @@ class PlanResult:
 
 
 def _of_search(model: ModelProblem, plan: Sequence[ShardingOption], record: SearchRecord) -> Report:
-    notes = [*record.notes, *model.context.notes(plan)]
+    notes = [*record.notes]
     if record.is_placed:
         notes += noted("placement_rule", () if model.legal is None else model.legal.notes())
         if not any(rival.name == BASELINE and rival.feasible for rival in record.rivals):
@@ -102,7 +102,7 @@ def _of_search(model: ModelProblem, plan: Sequence[ShardingOption], record: Sear
         rated = model.rated(plan)
     else:  # placed shards need no check: a user's enumerator may make placeholders, which TorchRec replaces
         rated = model.context.rated(plan, model.left)
-    return rated.report(notes, record.rivals, record.result)
+    return model.context.report(rated, notes, record.rivals, record.result)
 
 
 def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
@@ -115,12 +115,12 @@ def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPl
     )
     others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
     loaded = f"the plan was loaded from {saved.name}, where its cost is {then.chosen.total_ms:.3f} ms{others}"
-    report = rated.report(
+    report = model.context.report(
+        rated,
         (
             Note("loaded", loaded),
             *noted("stale", [f"since the plan was made: {text}" for text in changed]),
-            *model.context.notes(plan),
-        )
+        ),
     )
     if not alike:
         return report

@@ -12,7 +12,6 @@ from dreamshard_planner.support.documents import STRICT, Finite
 CODES = {
     "hardware": "the devices that were read from the driver",
     "assumption": "taken for granted since nobody said, and moves the figures",
-    "learned": "trainings on this hardware that corrected the costs",
     "cost": "the tables are beyond what the costs were learned from",
     "skew": "a block of rows is read more than the others",
     "measurement": "what was measured in training",

@@ -44,7 +44,7 @@ def save_html(subject: Report | SavedPlan | Replan, path: str | Path, title: str
         report, facts, name = saved.report(), _facts(saved), saved.name
     else:
         report, facts, name = saved, [], "Sharding plan"
-    headline = f"{report.verdict}."
+    headline = f"{report.headline} {report.verdict}."
     if isinstance(subject, Replan):
         headline, name = subject.sentence, f"{subject.before}, re-planned"
     title = title or name

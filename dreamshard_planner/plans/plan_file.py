@@ -4,7 +4,7 @@
 A file holds how every table is sharded, what the plan was made from, and what it was predicted to cost::
 
     {
-      "format": "dreamshard_planner plan", "version": 7,
+      "format": "dreamshard_planner plan", "version": 8,
       "libraries":  {name: version},
       "predicted":  {"chosen" and "rivals" with their "name", "total_ms", "collectives_ms", "forward_ms" and
                      "backward_ms" per rank; sources, memory per rank, "collectives", "notes", ...},
@@ -60,9 +60,9 @@ from dreamshard_planner.workload.tables import (
 )
 
 FORMAT = "dreamshard_planner plan"
-VERSION = 7
+VERSION = 8
 OLDEST_VERSION = 6
-"""Read as well; these files have neither pods nor TorchRec's own figures of a topology."""
+"""Read as well; these files lack fields of topologies (6), and of predictions (7)."""
 DROPPED = (
     "predicted.measured", "predicted.measured_before", "inputs.settings.refine_seconds", "inputs.settings.recipe"
 )  # fmt: skip

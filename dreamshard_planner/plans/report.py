@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, PlacementCosts, 
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.search.search import SearchResult
 from dreamshard_planner.search_space.kernels import sharding_in_words
-from dreamshard_planner.support.documents import STRICT, Amount, Count, Unbounded, document_of
+from dreamshard_planner.support.documents import STRICT, Amount, Count, Share, Unbounded, document_of
 from dreamshard_planner.support.formatting import short_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
@@ -31,6 +31,8 @@ ONE_TABLE = 0.5
 """Share of the slowest rank's compute from which one table is the bottleneck."""
 ESTIMATE_PARTS = ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "prefetch_compute")
 """Parts of TorchRec's estimate of a rank: compute and collectives together."""
+TORCHREC_PLANS = {"torchrec": "TorchRec's plan", "torchrec_default": "TorchRec's as most run it"}
+"""TorchRec's plans in words, by name of the rival."""
 _FOR_COLLECTIVES = (
     "Fewer hosts, faster links, smaller outputs (dims, 16-bit collectives) or a smaller batch would help; "
     "moving tables would not"
@@ -163,8 +165,16 @@ class Predicted:
     """What tables take on every rank, of the kinds that they ask for."""
     collectives: tuple[tuple[str, Amount], ...]
     """Milliseconds of each collective, both passes together."""
+    confidence: str = ""
+    """Agreement of the costs with the planned hardware, in words; empty in files of earlier releases."""
+    averaging_ms: Amount = 0.0
+    """Milliseconds of the compute that average replicas of other sharding groups."""
+    estimate_ms: dict[str, Amount] = field(default_factory=dict)
+    """Parts of TorchRec's estimate of the slowest rank, by :data:`ESTIMATE_PARTS`; empty for other cost sources."""
+    embedding_share: Share | None = None
+    """Share of embedding work in an observed training step; None if costs were not learned from steps."""
     notes: tuple[Note, ...] = ()
-    """What moves the figures most first: assumptions, then the rest."""
+    """Assumptions first, since they move the figures most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,16 +237,29 @@ class Report(Predicted):
         return replace(self, notes=tuple(sorted((*self.notes, *notes), key=lambda note: note.code != "assumption")))
 
     @property
-    def verdict(self) -> str:
-        """What holds the step up, and what would help."""
-        averaging_ms = next((note.figures["sync_ms"] for note in self.notes if "sync_ms" in note.figures), 0.0)
-        return verdict(self.chosen, self.tables, self.collectives, averaging_ms, self._estimate_ms)
+    def headline(self) -> str:
+        """The predicted cost against TorchRec's plans, and how far to trust it."""
+        against = [f"{_against(self.chosen, rival)} {TORCHREC_PLANS[rival.name]}" for rival in self.rivals
+                   if rival.name in TORCHREC_PLANS and rival.feasible]  # fmt: skip
+        known = f" Confidence: {self.confidence}." if self.confidence else ""
+        cost = f"Predicted: {self.chosen.total_ms:.3f} ms of embedding work per training step"
+        return f"{', '.join([cost, *against])}.{known}{self._of_step()}"
+
+    def _of_step(self) -> str:
+        """Return a sentence on the share of the whole step."""
+        if self.embedding_share is None:
+            return ""
+        share = f" Embeddings are about {self.embedding_share:.0%} of your step"
+        theirs = {rival.name: rival for rival in self.rivals if rival.name in TORCHREC_PLANS and rival.feasible}
+        if not theirs:
+            return f"{share}."
+        usual = theirs.get("torchrec_default") or theirs["torchrec"]
+        return f"{share}; the plan saves {max(0.0, 1 - self.chosen.total_ms / usual.total_ms):.0%} of them."
 
     @property
-    def _estimate_ms(self) -> dict[str, float]:
-        """Parts of TorchRec's estimate of the slowest rank; none where costs have another source."""
-        known = next((note.figures for note in self.notes if f"{ESTIMATE_PARTS[0]}_ms" in note.figures), {})
-        return {name: known[f"{name}_ms"] for name in ESTIMATE_PARTS if known}
+    def verdict(self) -> str:
+        """What holds the step up, and what would help."""
+        return verdict(self.chosen, self.tables, self.collectives, self.averaging_ms, self.estimate_ms)
 
     @property
     def sharding_types(self) -> dict[str, int]:
@@ -260,28 +283,50 @@ class Report(Predicted):
         return {"verdict": self.verdict, **document_of(self), **plans}
 
     def __str__(self) -> str:
-        per_rank = "compute and collectives per rank" if self._estimate_ms else "compute per rank"
+        first = ("hardware", "optimizer", "assumption")
+        told = {code: [f"{note}." for note in self.notes if note.code == code] for code in first}
         lines = [
-            *(f"{str(note).capitalize()}." for note in self.notes if note.code == "learned"),
+            self.headline,
             f"{self.verdict}.",
-            *(f"Planned for {note}." for note in self.notes if note.code == "hardware"),
-            *(f"Note: {note}." for note in self.notes if note.code == "assumption"),
-            f"Predicted milliseconds of embedding work per training step. Compute: {self.cost_source}.",
-            f"Collectives: {self.collectives_source}.",
-            f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   {per_rank}",
+            *(f"Planned for {text}" for text in told["hardware"]),
+            *(f"Note: {text}" for text in (*told["optimizer"], *told["assumption"])),
+            *self._plan_lines(),
+            f"Tables: {', '.join(f'{count} {name}' for name, count in self.sharding_types.items())}.",
+            *map(_memory_line, self.memory),
         ]
-        lines += [_line(entry, self.chosen) for entry in (self.chosen, *self.rivals)]
-        reshards = f", and {self.reshards:,} re-shards" if self.reshards else ""
-        lines.append(f"The search evaluated {self.candidates:,} moves and swaps{reshards}.")
-        lines += [f"Note: {note}." for note in self.notes if note.code == "search"]
-        lines.append(f"Tables: {', '.join(f'{count} {name}' for name, count in self.sharding_types.items())}.")
-        lines += [_memory_line(entry) for entry in self.memory]
         if len(self.collectives) > 1:
             each = ", ".join(f"{name} {ms:.3f}" for name, ms in self.collectives)
             lines.append(f"Milliseconds of collectives, forward and backward: {each}.")
-        shown = ("learned", "hardware", "assumption", "search")
-        lines += [f"Note: {note}." for note in self.notes if note.code not in shown]
+        reshards = f", and {self.reshards:,} re-shards" if self.reshards else ""
+        lines += [
+            f"Compute: {self.cost_source}. Collectives: {self.collectives_source}.",
+            f"The search evaluated {self.candidates:,} moves and swaps{reshards}.",
+            *(f"Note: {note}." for note in self.notes if note.code not in first),
+        ]
         return short_words("\n".join(lines))
+
+    def _plan_lines(self) -> Iterator[str]:
+        """Yield a line per plan: the chosen one, TorchRec's and those of the search, and a count of the others."""
+        per_rank = f"compute{' and collectives' * bool(self.estimate_ms)} per rank"
+        yield f"{'milliseconds of plan':<22}{'total':>9}{'vs chosen':>11}{'collectives':>13}   {per_rank}"
+        yield _line(self.chosen, self.chosen)
+        heuristics = [rival for rival in self.rivals if rival.name.endswith("_greedy")]
+        yield from (_line(rival, self.chosen) for rival in self.rivals if rival not in heuristics)
+        fitting = [f"{rival.times(self.chosen):.3f}" for rival in heuristics if rival.feasible]
+        if heuristics:
+            cost = f"{fitting[0]} to {fitting[-1]} of the chosen" if fitting else "none fits"
+            yield f"{len(heuristics)} greedy heuristics: {cost}."
+        if self.estimate_ms:
+            parts = ", ".join(f"{name} {ms:.3f}" for name, ms in self.estimate_ms.items())
+            yield f"TorchRec's estimate of the slowest rank: {parts} ms; it has no other exchanges."
+        if any(rival.name == "torchrec_default" for rival in self.rivals):
+            yield "torchrec: TorchRec's planner, told the same lookups; torchrec_default: as most run it, not told."
+
+
+def _against(chosen: ReportEntry, rival: ReportEntry) -> str:
+    """Return the gain over a rival in words."""
+    gain = 1 - chosen.total_ms / rival.total_ms if rival.total_ms > 0 else 0.0
+    return "as much as" if abs(gain) < 0.0005 else f"{abs(gain):.1%} {'less' if gain > 0 else 'more'} than"
 
 
 def verdict(
@@ -412,6 +457,8 @@ def _rounded(value: Any) -> Any:
         return round(value, 6)
     if isinstance(value, tuple):
         return tuple(map(_rounded, value))
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
     if isinstance(value, ReportEntry):
         return ReportEntry(*(_rounded(getattr(value, entry.name)) for entry in fields(value)))
     return value
@@ -429,8 +476,8 @@ def _memory_line(entry: MemoryEntry) -> str:
 
 def _line(entry: ReportEntry, chosen: ReportEntry) -> str:
     if not entry.feasible:
-        return f"{entry.name:<20}{'infeasible':>10}"
+        return f"{entry.name:<20}{'infeasible':>11}"
     shown = " ".join(f"{value:.3f}" for value in entry.rank_ms[:MAX_RANKS_SHOWN])
     if len(entry.rank_ms) > MAX_RANKS_SHOWN:
         shown += f" ... max {max(entry.rank_ms):.3f} min {min(entry.rank_ms):.3f} of {len(entry.rank_ms)} ranks"
-    return f"{entry.name:<20}{entry.total_ms:>10.3f}{entry.times(chosen):>11.3f}{entry.collectives_ms:>13.3f}   {shown}"
+    return f"{entry.name:<20}{entry.total_ms:>11.3f}{entry.times(chosen):>11.3f}{entry.collectives_ms:>13.3f}   {shown}"

@@ -284,5 +284,5 @@ def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path, monkeypatch
 
 def test_reports_mark_a_checkpoint_that_was_made_in_a_hurry(trained: Path) -> None:
     topology = Machine(ranks_per_host=1, device="cpu").topology()
-    quick, few, _ = checkpoint_notes(Checkpoint.load(trained), topology)
+    quick, few = checkpoint_notes(Checkpoint.load(trained), topology)
     assert "--quick" in quick and "too few to rely on" in few

@@ -163,7 +163,9 @@ def test_each_start_of_a_job_makes_the_next_plan_better(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("checkpoints/*-observed.safetensors"))) == 1
     assert "learned" not in first["report"][0] and first["inputs"].statistics is None
     for runs, told in ((1, second), (2, third)):
-        assert re.match(rf"Costs learned from {runs} runs? on this hardware, \d+ % off\.", told["report"][0])
+        assert re.search(
+            rf"Confidence: costs learned from {runs} runs? on this hardware, \d+ % off\.", told["report"][0]
+        )
         assert "-observed.safetensors" in told["inputs"].settings["checkpoint"]
         assert told["inputs"].batch_size == LOCAL_BATCH and told["inputs"].statistics is not None
         assert any("statistics are those of the last training" in line for line in told["report"])

@@ -156,7 +156,7 @@ def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Pa
     short["runs"][0]["ranks"][0]["columns"]["step"] = [1.0]
     for content, reason in (
         ({"format": "another"}, "no dreamshard_planner observation: its 'format' is not"),
-        ({**document, "version": 1}, r"version 1 is older than this package reads \(3\): observe again"),
+        ({**document, "version": 1}, r"version 1 is older than this package reads \(4\): observe again"),
         ({**document, "extra": 1}, "unknown key 'extra'"),
         ({**document, "runs": []}, "holds no run"),
         (short, "'step' has 1 values of 8 steps"),

@@ -244,8 +244,8 @@ SHARD = ("sharding", "", "t1", "shards", 0)
 DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "format": (_with("other", "format"), "no dreamshard_planner plan: its 'format' is not"),
     "no version": (_without("version"), "unreadable version None"),
-    "newer": (_with(99, "version"), r"version 99 is newer than this package reads \(7\): upgrade the package"),
-    "older": (_with(5, "version"), r"version 5 is older than this package reads \(7\): plan and save again"),
+    "newer": (_with(99, "version"), r"version 99 is newer than this package reads \(8\): upgrade the package"),
+    "older": (_with(5, "version"), r"version 5 is older than this package reads \(8\): plan and save again"),
     "no sharding": (_without("sharding"), "lacks 'sharding'"),
     "unknown entry": (_with(1, "surprise"), "unknown key 'surprise'"),
     "text for a number": (_with("0", *SHARD, "rank"), "sharding..t1.shards.0.rank: .*integer, got '0'"),

@@ -238,10 +238,11 @@ def test_reports_begin_with_the_verdict_and_the_assumptions() -> None:
     planner = DreamShardPlanner(topology=topology(), stats=[], debug=False)
     planner.plan(small_model(), SHARDERS)
     report = planner.report()
-    first, second, third, *_ = str(report).splitlines()
-    assert first == f"{report.verdict}."
-    assert "one lookup per sample is assumed for 9 of 9 features (t0_f0, t1_f0, t1_f1, ...)" in second
-    assert "a local batch of 512 samples is assumed" in third
+    first, second, _, fourth, fifth, *_ = str(report).splitlines()
+    assert first.startswith(f"Predicted: {report.chosen.total_ms:.3f} ms of embedding work per training step, ")
+    assert first.endswith(f"Confidence: {report.confidence}.") and second == f"{report.verdict}."
+    assert "one lookup per sample is assumed for 9 of 9 features (t0_f0, t1_f0, t1_f1, ...)" in fourth
+    assert "a local batch of 512 samples is assumed" in fifth
     lookups = report.notes[0]
     assert lookups.code == "assumption" and lookups.figures["features"] == 9
     assert lookups.figures["one_ms"] == pytest.approx(report.chosen.total_ms, rel=1e-6)
@@ -306,8 +307,7 @@ def test_estimates_of_torchrec_are_judged_by_their_parts() -> None:
     sent_ms = sum(perf.fwd_comms + perf.bwd_comms for perf in perfs)
     share = f"{sent_ms / report.chosen.total_ms:.0%} of {report.chosen.total_ms:.3f} ms"
     assert sent_ms > report.chosen.total_ms / 2 and report.verdict.startswith(f"Bottleneck: collectives, {share}")
-    (parts,) = [note.figures for note in report.notes if "fwd_comms_ms" in note.figures]
-    assert sum(parts.values()) == pytest.approx(report.chosen.total_ms, rel=1e-12)
+    assert sum(report.estimate_ms.values()) == pytest.approx(report.chosen.total_ms, rel=1e-12)
     assert "fwd_comms" in str(report) and "compute and collectives per rank" in str(report)
     fast = Topology(4, "cuda", local_world_size=4, intra_host_bw=1e12)
     made = DreamShardPlanner(
