@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 1800
 """Time after which the process is ended by an alarm."""
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 20.0
 """Time to wait for the files of other ranks, which may be killed, or write into another home."""
 RUNS = 8
 """Newest runs to learn from; older ones are removed."""

@@ -7,7 +7,9 @@ import gc
 import logging
 import os
 import re
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,15 @@ from logged import logged
 from ranks import Rank, run_on_ranks
 from test_observed_steps import _hooks
 from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, make_planner, shard, train
+from torch.multiprocessing import ProcessExitedException
 
 from dreamshard_planner import DreamShardPlanner, Observation, observe
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing import automatic
 from dreamshard_planner.observing.observer import END_DEFAULT
+from tests.faults import wait_for
 
 STEPS = 24
 TRAINED = automatic.WARM_UP_STEPS + STEPS + 3
@@ -173,3 +178,52 @@ def test_each_start_of_a_job_makes_the_next_plan_better(tmp_path: Path) -> None:
             zip(FEATURES, POOLING_FACTORS, strict=True)
         )
     assert any("costs learned from 1 run on this hardware" in text for text in first["messages"])
+
+
+def _job(rank: Rank, home: str, other: str) -> list[str]:
+    """A job that waits for another one before its last step, so that both learn at once."""
+    _surroundings(home)
+    model = shard(DreamShardPlanner(effort="quick", sharding_types=["table_wise"]), rank)
+    with logged("observing.automatic") as records:
+        train(model, rank, TRAINED - 3, 2 * LOCAL_BATCH)
+        if rank.rank == 0:
+            Path(home, f"{other}.waits").touch()
+            wait_for(lambda: len(list(Path(home).glob("*.waits"))) == 2)
+        train(model, rank, 3, 2 * LOCAL_BATCH)
+        _written()
+    return _messages(records)
+
+
+def test_two_jobs_at_once_both_count(tmp_path: Path) -> None:
+    _own_costs(tmp_path, 9.0)
+    with ThreadPoolExecutor() as jobs:
+        both = [jobs.submit(run_on_ranks, _job, str(tmp_path), other, world_size=2) for other in "ab"]
+        messages = [message for job in both for message in job.result()[0]]
+    assert len(_runs(tmp_path)) == 4
+    (learned,) = tmp_path.glob("checkpoints/*-observed.safetensors")
+    assert Checkpoint.load(learned).metadata["learned"]["runs"] == 2  # the second to learn sees both
+    assert not list(tmp_path.rglob("*.part"))
+    assert sum("costs learned from" in text for text in messages) == 2
+
+
+def _die(home: Path) -> None:
+    wait_for(lambda: any(home.glob("runs/*/lock")))  # rank 0's process has begun
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed(rank: Rank, home: str) -> None:
+    """A job whose last rank is killed once all steps are observed, and before it has written them."""
+    _surroundings(home)
+    if rank.rank == 1:
+        automatic._write = lambda *_: _die(Path(home))
+    train(shard(DreamShardPlanner(effort="quick", sharding_types=["table_wise"]), rank), rank, TRAINED, 2 * LOCAL_BATCH)
+    _written()
+
+
+def test_a_killed_rank_leaves_the_others_files_whole(tmp_path: Path) -> None:
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        run_on_ranks(_killed, str(tmp_path), world_size=2)
+    wait_for(lambda: any(tmp_path.glob("tables/*/statistics.json")))  # from rank 0, when rank 1 is given up
+    (file,) = _runs(tmp_path)
+    (run,) = Observation.load(file).runs
+    assert [one.rank for one in run.ranks] == [0]
