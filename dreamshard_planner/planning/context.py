@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 import torch
 from torch import nn
+from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
@@ -133,6 +134,17 @@ class PlanRater:
         estimated = (not self._costs.takes_estimates and is_known(option.compute_kernel) for option in options)
         options = [option for option, again in zip(options, estimated, strict=True) if again or _lacks_perf(option)]
         estimate_all(self._torchrec[:1], options, self.sharders or ())
+
+    def tells_lookups(self, options: Sequence[ShardingOption]) -> bool:
+        """Return whether TorchRec's estimates depend on lookups per sample that the user gave, and on no own perf."""
+        estimated = not self._costs.takes_estimates and all(is_known(option.compute_kernel) for option in options)
+        return estimated and any({*option.input_lengths} != {POOLING_FACTOR} for option in options)
+
+    def estimate_untold(self, options: list[ShardingOption]) -> None:
+        """Set the perf of every shard by TorchRec's estimator for one lookup per sample, in place."""
+        for option in options:
+            option.input_lengths = [POOLING_FACTOR] * len(option.input_lengths)
+        estimate_all(torchrec_estimators(self.topology)[:1], options, self.sharders or ())
 
     def complete(self, options: list[ShardingOption]) -> None:
         """Estimate missing storage in place, and missing perf if it is the cost source, as TorchRec does."""

@@ -41,6 +41,8 @@ WHOLE = "whole_tables"
 """Name of our plan of whole tables in reports."""
 BASELINE = "torchrec"
 """Name of TorchRec's plan in reports."""
+UNTOLD = "torchrec_default"
+"""Name of the plan that TorchRec makes without lookups per sample, as most run it."""
 MAX_PROPOSALS = 64
 SHARDS_PROPOSED = 200_000
 """Tables x ranks x proposals to try, about a second; a count, so that plans repeat."""
@@ -270,6 +272,7 @@ def _searched(
     plans: dict[str, list[ShardingOption]] = {}
     rivals: tuple[ReportEntry, ...] = ()
     theirs: TorchRecPlan | None = None
+    untold: TorchRecPlan | None = None
     sizes = _cache_sizes(context, options, topology)
     whole = _whole_tables(context, options, topology, settings)
     alone: SearchResult | None = None  # the search for whole tables, if these are all options
@@ -281,6 +284,8 @@ def _searched(
     if settings.deadline.left() != 0.0:
         offered = [option for option in options if is_torchrecs(option)]
         theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec, settings.config.effort)
+        if context.tells_lookups(offered):
+            untold = torchrec_plan(offered, topology, context.estimate_untold, settings.config.effort)
     if theirs is not None:
         plans[BASELINE] = theirs.options
     options = [*options, *sizes]
@@ -290,6 +295,9 @@ def _searched(
     # TorchRec's plan may break placement rules.
     fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
     rivals = (*rivals, *_rated(cost, {name: fitting.get(name) for name in starts}))
+    if untold is not None:
+        placed = read.sharding(untold.options)
+        rivals = (*rivals, *_rated(cost, {UNTOLD: placed if cost.problem.fits(placed) else None}))
     result: SearchResult | None
     if alone is not None and _is_best(WHOLE, fitting, cost):
         result = replace(alone, sharding=fitting[WHOLE])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_models import SHARDERS, collection, planner, scarce_planner, small_model, table, topology
 from torch import nn
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
@@ -200,6 +200,27 @@ def test_a_model_without_optimizers_is_planned_as_sgd_with_a_warning(tmp_path: P
         warnings.simplefilter("error", InputWarning)
         made.plan(trained, SHARDERS)
     assert "no optimizer" not in str(made.report())
+
+
+def test_a_row_shows_torchrec_s_planner_as_most_run_it() -> None:
+    """The row is the plan that TorchRec makes of the same options if it knows no lookups, at the costs of the true
+    ones."""
+    lookups = {f"t{i}_f0": FeatureStatistics(factor) for i, factor in enumerate((60.0, 1.0, 60.0, 1.0))}
+    model = collection(*(table(f"t{i}", 4_000, dim) for i, dim in enumerate((64, 60, 56, 52))))
+    gpus = {"topology": topology(device="cuda"), "sharding_types": ["table_wise"]}
+    told, untold = planner(statistics=TableStatistics(lookups), **gpus), planner(**gpus)
+    for made in (told, untold):
+        made.plan(model, SHARDERS)
+    names = [rival.name for rival in untold.report().rivals]
+    assert "torchrec" in names and "torchrec_default" not in names
+    theirs = EmbeddingShardingPlanner(
+        topology=topology(device="cuda"), constraints={f"t{i}": ParameterConstraints(["table_wise"]) for i in range(4)}
+    ).plan(model, SHARDERS)
+    row = told.report().rival("torchrec_default")
+    assert row.total_ms == pytest.approx(told.predict(theirs).total_ms, rel=1e-6)
+    assert row.total_ms > told.report().chosen.total_ms
+    gain = 1 - told.report().chosen.total_ms / row.total_ms
+    assert f"{gain:.1%} less than TorchRec's as most run it" in str(told.report()).splitlines()[0]
 
 
 def entry(rank_ms: tuple[float, ...], collectives_ms: float) -> ReportEntry:
