@@ -106,7 +106,7 @@ def observed(
 def _tables(found: RunComparison, ranks: list[int]) -> list[RenderableType]:
     columns = ("milliseconds of a step", *(f"rank {rank}" for rank in ranks))
     rows = [(one.what, *(_cell(one, at) for at in range(len(ranks)))) for one in found.kinds]
-    said = [f"{sentence}." for sentence in (*found.meaning, found.verdict)]
+    said = [f"{sentence}." for sentence in filter(None, (*found.meaning, found.embeddings, found.verdict))]
     return [grid(columns, rows, title=f"{found.title}; predicted -> observed"), *said]
 
 

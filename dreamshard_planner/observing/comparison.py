@@ -47,6 +47,8 @@ class RunComparison:
     verdict: str
     trusted: bool | None
     """None if no prediction was kept."""
+    embeddings: str = ""
+    """Sentence on the share of embedding work in a step, and on the plan's predicted gain over TorchRec's."""
 
 
 def compare(run: ObservedRun) -> RunComparison:
@@ -59,7 +61,7 @@ def compare(run: ObservedRun) -> RunComparison:
             verdict = "the prediction, if one was kept, is in the file of rank 0, which is not given"
         else:
             verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
-        return RunComparison(title, kinds, (), verdict, None)
+        return RunComparison(title, kinds, (), verdict, None, _embeddings(run))
     other_batch_size = tuple(_other_batch_size(run, plan))
     meaning = [*other_batch_size, *_other_lookups(run)]
     replicas = sorted(
@@ -91,7 +93,20 @@ def compare(run: ObservedRun) -> RunComparison:
             *_of_exchange(run, plan.predicted),
         ]
         verdict, trusted = _verdict(run, ratios, plan.predicted)
-    return RunComparison(title, kinds, tuple(meaning), verdict, trusted)
+    return RunComparison(title, kinds, tuple(meaning), verdict, trusted, _embeddings(run))
+
+
+def _embeddings(run: ObservedRun) -> str:
+    """Return a sentence on the share of embedding work in a step; empty if no step was timed."""
+    if run.embedding_share is None:
+        return ""
+    text = f"embeddings are about {run.embedding_share:.0%} of the step"
+    predicted = None if run.plan is None else run.plan.predicted
+    rivals = {} if predicted is None else {rival.name: rival for rival in predicted.rivals if rival.feasible}
+    theirs = rivals.get("torchrec_default") or rivals.get("torchrec")
+    if predicted is None or theirs is None or not theirs.total_ms:
+        return text
+    return f"{text}; the plan is predicted to save {max(0.0, 1 - 1 / theirs.times(predicted.chosen)):.0%} of them"
 
 
 def _other_optimizers(run: ObservedRun, plan: SavedPlan) -> str:

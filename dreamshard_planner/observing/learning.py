@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     # Corrections from earlier observations are kept, so these parts are not "as before".
     ever_unseen = learned_before.get("never_observed", unseen)
     never, earlier = ([one for one in unseen if (one in ever_unseen) == yes] for yes in (True, False))
+    shares = [share for run in observation.runs if (share := run.embedding_share) is not None]
     told = {
         "from": checkpoint.name,
         "runs": len(observation.runs),
@@ -119,6 +121,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         "checks": [check.to_dict(observed=True) for check in checks],
         "exchanges": exchanges,
         "never_observed": never,
+        "embedding_share": fmean(shares) if shares else None,
         "left_out": list(observed.left_out),
     }
     metadata = {

@@ -246,6 +246,16 @@ class ObservedRun:
             return None
         return self._last("input_dist")[0]
 
+    @property
+    def embedding_share(self) -> float | None:
+        """Share of kernels, outputs and lookups in a step, the mean of the ranks; None without times of steps."""
+        step_ms = sum(rank.median("step") for rank in self.ranks) / len(self.ranks)
+        kernels_ms = sum(rank.kernel_ms("forward") + rank.kernel_ms("backward") for rank in self.ranks) / len(
+            self.ranks
+        )
+        known_ms = kernels_ms + self.outputs_ms + (self.lookups_ms or 0.0)
+        return min(1.0, known_ms / step_ms) if step_ms else None
+
     def _last(self, column: str, without: str = "", waited: Sequence[str] = ()) -> tuple[float, float]:
         """Return medians over steps, each of the rank that came last, since ranks that come early wait for it.
 

@@ -35,6 +35,9 @@ def test_a_difference_has_a_meaning_and_a_verdict(
 ) -> None:
     found = compare(planned_run(factor, exchange, lookups))
     assert verdict in found.verdict and found.trusted == ("may be trusted" in found.verdict)
+    assert re.match(
+        r"embeddings are about \d+% of the step; the plan is predicted to save \d+% of them", found.embeddings
+    )
     assert len(found.meaning) == bool(meaning) and all(re.search(meaning, text) for text in found.meaning)
 
 

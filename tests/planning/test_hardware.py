@@ -97,9 +97,9 @@ def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, t
     planner = DreamShardPlanner(stats=[])
     planner.plan(tables(), list(SHARDERS))
     described = f"Planned for 1 x {A100.name}, read from the driver of this rank: 42.4 GB each at 1,555 GB/s"
-    assert str(planner.report()).splitlines()[1].startswith(described)
+    assert str(planner.report()).splitlines()[2].startswith(described)
     planner.collective_plan(tables())
-    second = str(planner.report()).splitlines()[1]
+    second = str(planner.report()).splitlines()[2]
     assert second.startswith(f"Planned for 1 x {A100.name}, read from the driver: 42.4")
     assert "TorchRec's defaults" not in str(planner.report())
     # The file of the plan keeps the card's name, so that its costs stay the same without that card.

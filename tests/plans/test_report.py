@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +222,8 @@ def test_a_row_shows_torchrec_s_planner_as_most_run_it() -> None:
     assert row.total_ms > told.report().chosen.total_ms
     gain = 1 - told.report().chosen.total_ms / row.total_ms
     assert f"{gain:.1%} less than TorchRec's as most run it" in str(told.report()).splitlines()[0]
+    observed = replace(told.report(), embedding_share=0.35).headline
+    assert observed.endswith(f"Embeddings are about 35% of your step; the plan saves {gain:.0%} of them.")
 
 
 def entry(rank_ms: tuple[float, ...], collectives_ms: float) -> ReportEntry:
