@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What this environment can do: what is installed, which devices there are, which costs a plan would be made with."""
+"""Findings on this environment: libraries, devices, and the costs that plans would use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dreamshard_planner.environment import (
 )
 
 _IMPORTED = {TORCHREC: "torchrec.distributed.planner"}
-"""Where more than the module itself has to load."""
+"""Modules to import beside the library's own."""
 PREVENTS_PLANNING = ("missing", "broken")
 """Verdicts on libraries and checkpoints that are not there, or do not load."""
 
@@ -51,7 +51,7 @@ MEASURED_SECONDS = 10.0
 
 
 def _measured() -> list[Finding]:
-    """How far off the costs are that a plan would be made with, by optimizer and direction."""
+    """Return the errors of the costs that a plan would use, by optimizer and direction."""
     import torch
 
     from dreamshard_planner.checkpoints.choice import resolve
@@ -69,7 +69,7 @@ def _measured() -> list[Finding]:
 
 
 def _library(library: Library) -> Finding:
-    """Whether it works here, and was tried."""
+    """Tell whether a library loads, and was tested with this package."""
     releases = library.releases()
     found = releases[library.name] if list(releases) == [library.name] else library.described()
     try:
@@ -151,7 +151,7 @@ def _topologies() -> list[Finding]:
 
 
 def _own_checkpoints() -> Finding:
-    """What the user keeps, and where."""
+    """Tell the user's own checkpoints."""
     from dreamshard_planner.checkpoints import choice
 
     subject = "your checkpoints"
@@ -164,7 +164,7 @@ def _own_checkpoints() -> Finding:
 
 
 def _checkpoint(device: str) -> Finding:
-    """What ``checkpoint="auto"`` would take there, and why."""
+    """Tell the checkpoint that ``"auto"`` takes for a device, and why."""
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint
     from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, confidence, resolve
     from dreamshard_planner.devices import Machine

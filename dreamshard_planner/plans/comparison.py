@@ -41,20 +41,20 @@ class TableChange:
     """In words: sharding type, kernel and ranks."""
     after: str
     retyped: bool
-    """Whether it changed its sharding type or kernel; else only ranks or sizes of its shards."""
+    """True if sharding type or kernel changed; else only ranks or sizes of shards did."""
     bytes_received: int
-    """Of weights, and their optimizer's states, that ranks hold after and did not hold before."""
+    """Bytes of weights and optimizer states that ranks hold after and did not hold before."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found."""
+    """Result of :func:`compare`."""
 
     before: str
     """Name of the plan."""
     after: str
     changes: tuple[TableChange, ...]
-    """Those with most bytes to move first."""
+    """Changed tables, those with most bytes to move first."""
     unchanged: int
     """Tables sharded alike."""
     only_before: tuple[str, ...]
@@ -69,11 +69,11 @@ class Comparison:
     inputs: tuple[str, ...]
     """All else that the plans were made from and that differs, in words."""
     names: tuple[int, ...]
-    """What each rank of the plan after is called here, so that most bytes stay where they are."""
+    """New name of each rank of the plan after, so that most bytes stay in place."""
     bytes_as_named: int
     """To move, all ranks together, if its ranks kept their names."""
     samples: tuple[int, int]
-    """Of all ranks in one step, before and after."""
+    """Samples of all ranks in one step, before and after."""
 
     @property
     def total_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Comparison:
 
     @property
     def one_cost_source(self) -> bool:
-        """Whether both plans were rated by the same costs of compute and collectives, be it at other bandwidths."""
+        """True if the same costs rated both plans, also at other bandwidths."""
         one, other = (
             [re.sub(r"[\d.,]+ GB/s", "", source) for source in (cost.cost_source, cost.collectives_source)]
             for cost in (self.cost_before, self.cost_after)
@@ -228,7 +228,7 @@ def _samples(plan: SavedPlan) -> int:
 def _changes(
     before: SavedPlan, after: SavedPlan, alike: Sequence[str]
 ) -> tuple[tuple[TableChange, ...], tuple[int, ...]]:
-    """Of tables that both plans have, those with most bytes first; and the bytes that each rank receives."""
+    """Return changes of common tables, most bytes first, and the bytes that each rank receives."""
     one, other = dict(before.tables()), dict(after.tables())
     was, now = before.inputs.topology, after.inputs.topology
     received = [0] * max(was.all_ranks, now.all_ranks)
@@ -251,7 +251,7 @@ def _label(table: TableSharding, topology: TopologyInputs) -> str:
 
 
 def _of_all_ranks(table: TableSharding, topology: TopologyInputs) -> dict[int, list[ShardPlace]]:
-    """What each rank of all sharding groups holds of a table."""
+    """Return the shards of a table on each rank of all sharding groups."""
     held: dict[int, list[ShardPlace]] = {}
     for shard in table.shards:
         for rank in topology.replicas(shard.rank):
@@ -273,7 +273,7 @@ def _received(
 
 
 def _ms(value: float | None) -> str:
-    """Of an infinite one: no plan."""
+    """Return milliseconds in words."""
     return "-" if value is None else "infeasible" if math.isinf(value) else f"{value:.3f}"
 
 
@@ -306,7 +306,7 @@ def names_that_keep_most(before: SavedPlan, after: SavedPlan) -> tuple[int, ...]
 
 
 def names_that_keep_most_of(held: Mapping[str, Sequence[ShardPlace]], after: SavedPlan) -> tuple[int, ...]:
-    """The same, where ranks hold these shards of tables by fully qualified name."""
+    """Name ranks as :func:`names_that_keep_most`, from the shards that they hold, by fully qualified name."""
     other = after.inputs.topology
     ranks, per_pod = other.world_size, other.pod_ranks
     if ranks % per_pod or after.inputs.placement_rules.get("on_ranks"):

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a reader of a plan's cost should know: notes with a code, for programs, and a text, for people."""
+"""Notes on a plan's cost: a code for programs, and a text for people."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODES = {
     "loaded": "of a plan from a file",
     "stale": "what has changed since that was made",
 }
-"""And what notes with them tell."""
+"""Subjects of notes, by code."""
 
 
 @dataclass(frozen=True)

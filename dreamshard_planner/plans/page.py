@@ -81,7 +81,7 @@ class _Bar:
     """A cell with a stacked bar."""
 
     shares: Sequence[float]
-    """Of the cell's width, each part's."""
+    """Shares of the cell's width, one per part."""
 
 
 def _section(name: str, title: str, finding: str, columns: Sequence[str], rows: Iterable[Sequence[str | _Bar]]) -> str:

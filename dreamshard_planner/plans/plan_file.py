@@ -75,7 +75,7 @@ BANDWIDTHS = {
     "within hosts": "comms_bandwidths.intra_host_bw",
     "between hosts": "comms_bandwidths.inter_host_bw",
 }
-"""Where TorchRec's topologies have them, by what files call them."""
+"""Attributes of TorchRec's topology, by name in files."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ShardPlace:
 
 @dataclass(frozen=True)
 class TableSharding:
-    """How one table is sharded."""
+    """Sharding type, kernel and shards of one table."""
 
     __pydantic_config__: ClassVar = STRICT
     sharding_type: Annotated[str, one_of(SHARDING_TYPES)]
@@ -136,7 +136,7 @@ class TableInputs:
     rows: Count
     dim: Count
     data_type: str
-    """Of the weights: torch's name of the dtype."""
+    """Torch's name of the weights' dtype."""
     features: Annotated[tuple[str, ...], Field(min_length=1)]
     pooling: Literal["sum", "mean", "none"]
     """``sum``, ``mean``, or ``none`` for sequences."""
@@ -153,11 +153,11 @@ class TableInputs:
 
     @property
     def weight_bytes(self) -> int:
-        """Of one weight."""
+        """Bytes of one weight."""
         return getattr(torch, self.data_type).itemsize
 
     def trained_bytes(self, weights: Weights, width: Any) -> Weights:
-        """Of so many weights, in shards so many columns wide, and of their part of the optimizer's states."""
+        """Return the bytes of weights in shards of this width, with their part of the optimizer's states."""
         known = costed_optimizer(self.optimizer)
         # As TorchRec counts of optimizers that it has no kernel of.
         states = States(per_weight=1, per_row=0) if known == "other" else OPTIMIZERS[known]
@@ -173,14 +173,14 @@ class TableInputs:
 
 @dataclass(frozen=True)
 class GroupsInputs:
-    """Of sharding groups (2D parallelism), each of which has all tables and follows the plan."""
+    """Sharding groups (2D parallelism); each has all tables and follows the plan."""
 
     __pydantic_config__: ClassVar = STRICT
     count: Several
     host_ranks: Several
     """Ranks of all groups on one host."""
     consecutive: bool
-    """Whether ranks that follow on each other form a group; else a group takes every n-th."""
+    """True if consecutive ranks form a group; else a group takes every n-th."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class TopologyInputs:
     local_world_size: Several
     """Ranks of a host. The last one may have less, and there may be less ranks than that."""
     memory_bytes: dict[str, tuple[Count, ...]]
-    """Of every rank, by :data:`~dreamshard_planner.cost.problem.MEMORY_KINDS`, before any reservation."""
+    """Bytes of every rank, by :data:`~dreamshard_planner.cost.problem.MEMORY_KINDS`, before any reservation."""
     bandwidths: dict[str, Unbounded]
     """Bytes per millisecond, by :data:`BANDWIDTHS`."""
     groups: GroupsInputs | None = None
@@ -223,7 +223,7 @@ class TopologyInputs:
 
     @property
     def all_ranks(self) -> int:
-        """Of all sharding groups."""
+        """Number of ranks of all sharding groups."""
         return self.world_size * self.num_groups
 
     @property
@@ -257,16 +257,16 @@ class TopologyInputs:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan was made from."""
+    """Inputs of a plan."""
 
     __pydantic_config__: ClassVar = STRICT
     batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
-    """Of a rank."""
+    """Samples of a rank."""
     topology: TopologyInputs
     tables: dict[str, TableInputs]
     """By fully qualified name."""
     constraints: dict[str, dict[str, Any]]
-    """What each table's constraint says other than TorchRec's defaults."""
+    """Fields of each table's constraint that differ from TorchRec's defaults."""
     placement_rules: dict[str, Any]
     """As :meth:`PlacementRules.to_dict` has them; empty where there are none."""
     statistics: str | None
@@ -291,7 +291,7 @@ class SavedPlan:
     """Versions."""
     predicted: Predicted
     alone_ms: dict[str, Amount | tuple[Amount, ...]]
-    """What each shard of a table would cost alone on its rank, or their sum where they are alike; empty where nobody
+    """Milliseconds of each shard of a table alone on its rank, or their sum if they are alike; empty if nobody
     rated them, which a file may not have."""
     inputs: PlanInputs
     sharding: dict[str, dict[str, TableSharding]]
@@ -418,7 +418,7 @@ def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_s
 
 
 def _cover(shards: Sequence[ShardPlace], rows: int, dim: int) -> bool:
-    """Whether shards are blocks of rows of blocks of columns that follow on each other."""
+    """Return whether shards are consecutive blocks of rows of consecutive blocks of columns."""
     columns: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for shard in shards:
         if min(shard.size) > 0:
@@ -429,7 +429,7 @@ def _cover(shards: Sequence[ShardPlace], rows: int, dim: int) -> bool:
 
 
 def _follow(blocks: Iterable[tuple[int, int]], end: int) -> bool:
-    """Whether (start, length) make up all from 0 to the end."""
+    """Return whether blocks (start, length) cover all from 0 to the end."""
     reached = 0
     for start, length in sorted(blocks):
         if start != reached:

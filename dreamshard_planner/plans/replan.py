@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What plans cost against what moving to them takes: the curve, and what pays over the steps that remain."""
+"""The Pareto front of cost and bytes moved, and the best plan for the remaining steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SHOWN = 0.005
 
 @dataclass(frozen=True)
 class Moving:
-    """How long it takes to go on under another plan.
+    """Rates that give the time to continue under another plan.
 
     Raises:
         ValueError: a time or rate that cannot be.
     """
 
     bytes_per_s: float
-    """Of weights and optimizer states to one rank: its link, or its share of a disk."""
+    """Rate of weights and optimizer states to one rank: its link, or its share of a disk."""
     restart_seconds: float = 60.0
     """From the last step before to the first one after, without moving anything."""
 
@@ -38,7 +38,7 @@ class Moving:
             )
 
     def seconds(self, most_bytes: int) -> float:
-        """Of a restart in which no rank gets more than these bytes."""
+        """Return the seconds of a restart in which no rank gets more than these bytes."""
         return self.restart_seconds + most_bytes / self.bytes_per_s
 
 
@@ -51,7 +51,7 @@ class Move:
     bytes_moved: int
     """Weights, and their optimizer states, that ranks hold after and did not hold before, all ranks together."""
     bytes_to_one_rank: int
-    """Of these, to the rank that gets most."""
+    """Bytes moved to the rank that gets most."""
     step_ms: float
     """Predicted milliseconds of embedding work per training step."""
     moving_seconds: float
@@ -88,7 +88,7 @@ class OnRequest(Sequence[SavedPlan]):
 
 @dataclass(frozen=True)
 class Replan:
-    """What :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan` found.
+    """Result of :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan`.
 
     Raises:
         PlanError: every plan of the curve moves more bytes than may move.
@@ -99,7 +99,7 @@ class Replan:
     curve: tuple[Move, ...]
     """By bytes; each plan costs less than all before it."""
     plans: Sequence[SavedPlan]
-    """Of the curve; each is made when it is first asked for."""
+    """Plans of the curve; each is made when it is first asked for."""
     afresh: Move
     """The plan as it would be made if nothing moved for free or at cost, with ranks named so that most bytes stay."""
     steps: int
@@ -108,11 +108,11 @@ class Replan:
     forced: tuple[str, ...] = ()
     """Why the current plan cannot stay as it is, in words; empty where it can."""
     stale: tuple[str, ...] = ()
-    """What else it was made for (then -> now), in words, such that ``JsonPlanLoader`` refuses its file: where it stays,
-    :attr:`plan` has its sharding and is the one to load."""
+    """Other inputs (then -> now) for which ``JsonPlanLoader`` refuses its file; load :attr:`plan` instead, which has its
+    sharding."""
 
     COLUMNS: ClassVar = ("tables", "moved", "to one rank", "ms per step", "seconds in all")
-    """Of :meth:`rows`."""
+    """Headings of :meth:`rows`."""
 
     def __post_init__(self) -> None:
         self._best()
@@ -122,7 +122,7 @@ class Replan:
         return best(self.curve, self.steps, self.max_bytes_moved)
 
     def over(self, steps: int, max_bytes_moved: int | None = None) -> Replan:
-        """What the same curve has for other steps that remain, or other bytes that may move; nothing is searched."""
+        """Return the curve for other remaining steps or another limit of bytes; nothing is searched."""
         return replace(self, steps=steps, max_bytes_moved=max_bytes_moved)
 
     @property
@@ -132,17 +132,17 @@ class Replan:
 
     @property
     def chosen(self) -> Move:
-        """What it takes to go there."""
+        """The move to :attr:`plan`."""
         return self.curve[self._best()]
 
     @property
     def stays(self) -> bool:
-        """Whether the current plan's sharding is the best to have."""
+        """True if the current plan's sharding is the best."""
         return not self.forced and self.chosen.tables == 0
 
     @property
     def now(self) -> Move:
-        """What is nearest to the current plan: itself where it can stay."""
+        """The smallest move: none if the current plan can stay."""
         return self.curve[0]
 
     @property
@@ -152,7 +152,7 @@ class Replan:
 
     @property
     def sentence(self) -> str:
-        """What to do."""
+        """Recommendation in words."""
         chosen, steps = self.chosen, f"{self.steps:,} steps"
         if self.stays:
             stay = f"Stay with {self.before}"
@@ -182,7 +182,7 @@ class Replan:
         return {name: value for name, value in document.items() if name != "plans"} | told
 
     def rows(self) -> list[tuple[int, str, str, float, float]]:
-        """Of the curve, for people: :attr:`COLUMNS`, without what gains less than half a percent over the last row."""
+        """Return rows of :attr:`COLUMNS`, without moves that gain less than half a percent over the last row."""
         shown = [self.now]
         for move in self.curve:
             if move.step_ms < shown[-1].step_ms - SHOWN * self.now.step_ms or move == self.chosen != self.now:

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What was chosen and why, for people and for programs."""
+"""Reports on plans: costs, baselines, bottleneck and confidence."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dreamshard_planner.workload.features import FEATURE_INDEX
 
 MAX_RANKS_SHOWN = 8
 SKEW_SHOWN = 2.0
-"""How many times its even share a row block must be read to be worth a note."""
+"""Lookups of a row block over its even share from which a note tells it."""
 COLLECTIVES_DOMINATE = 0.5
 """Share of the cost from which collectives are the bottleneck."""
 LEVEL = 0.02
-"""How far the slowest rank may be above the mean, as a share, with ranks still called level."""
+"""Largest excess of the slowest rank over the mean, as a share, of level ranks."""
 ONE_TABLE = 0.5
 """Share of the slowest rank's compute from which one table is the bottleneck."""
 ESTIMATE_PARTS = ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "prefetch_compute")
@@ -85,30 +85,30 @@ class ReportEntry:
 
     @property
     def waiting_ms(self) -> tuple[float, ...]:
-        """Of each rank, until the slowest one is done."""
+        """Milliseconds that each rank waits for the slowest."""
         last_ms = max(self.rank_ms)
         return tuple(last_ms - own_ms for own_ms in self.rank_ms)
 
 
 @dataclass(frozen=True)
 class TableEntry:
-    """How one table is sharded."""
+    """Sharding of one table, with its cost."""
 
     name: str
     sharding_type: str
     kernel: str
     ranks: tuple[int, ...]
-    """Of its shards, in order."""
+    """Ranks of its shards, in order."""
     shard_ms: tuple[float, ...]
-    """What each shard would cost alone on its rank."""
+    """Milliseconds of each shard alone on its rank."""
 
     @property
     def alone_ms(self) -> float:
-        """Of all shards."""
+        """Milliseconds of all shards."""
         return sum(self.shard_ms)
 
     def on_rank_ms(self, rank: int) -> float:
-        """Of its shards on one rank."""
+        """Return the milliseconds of its shards on one rank."""
         return self._by_rank().get(rank, 0.0)
 
     @property
@@ -130,12 +130,12 @@ class TableEntry:
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """What tables take of one kind of memory, per rank."""
+    """Bytes of tables in one kind of memory, per rank."""
 
     kind: str
     used_bytes: tuple[Count, ...]
     limit_bytes: tuple[int, ...]
-    """What the storage reservation left."""
+    """Bytes that the storage reservation left."""
 
     @property
     def fullest(self) -> int:
@@ -155,14 +155,14 @@ class Predicted:
     """The baselines: TorchRec's own plan, the best of whole tables, the policy's first draft, each heuristic's; none of
     a plan that was given, and not searched for."""
     cost_source: str
-    """Of compute."""
+    """Source of compute costs."""
     collectives_source: str
     candidates: Count
     """Moves and swaps that the search evaluated."""
     reshards: Count
     """Changes of how a table is split that it evaluated."""
     memory: tuple[MemoryEntry, ...]
-    """What tables take on every rank, of the kinds that they ask for."""
+    """Bytes of tables on every rank, for each kind of memory that they use."""
     collectives: tuple[tuple[str, Amount], ...]
     """Milliseconds of each collective, both passes together."""
     confidence: str = ""
@@ -179,7 +179,7 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Predicted):
-    """What was chosen, and from what."""
+    """The chosen plan with its baselines and tables."""
 
     tables: tuple[TableEntry, ...]
 
@@ -233,7 +233,7 @@ class Report(Predicted):
         return {name: _rounded(known) for name, known in each.items()}
 
     def noting(self, notes: Iterable[Note]) -> Report:
-        """The same with further notes; assumptions stay first."""
+        """Return the report with further notes; assumptions stay first."""
         return replace(self, notes=tuple(sorted((*self.notes, *notes), key=lambda note: note.code != "assumption")))
 
     @property
@@ -258,7 +258,7 @@ class Report(Predicted):
 
     @property
     def verdict(self) -> str:
-        """What holds the step up, and what would help."""
+        """The bottleneck, and what would help."""
         return verdict(self.chosen, self.tables, self.collectives, self.averaging_ms, self.estimate_ms)
 
     @property
@@ -406,7 +406,7 @@ def _tables(cost: Cost, sharding: Sharding) -> tuple[TableEntry, ...]:
 
 
 def skews(cost: Cost, sharding: Sharding) -> dict[str, str]:
-    """What to know, by name, of tables of which one block of rows is read much more than its share of the rows."""
+    """Return a sentence per table with a block of rows that is read much more than its share of the rows."""
     rows_P, lookups_P = cost.problem.features_PF[:, [FEATURE_INDEX["rows"], FEATURE_INDEX["lookups"]]].double().T
     found = {}
     for name, options, index, positions in zip(
@@ -429,7 +429,7 @@ def skews(cost: Cost, sharding: Sharding) -> dict[str, str]:
 
 
 def memory_entries(cost: Cost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
-    """What a sharding takes of every kind of memory that it asks for."""
+    """Return the bytes of a sharding in every kind of memory that it uses."""
     problem = cost.problem
     used_DM, limit_DM = problem.taken(*problem.laid(sharding)), problem.limits_DM
     return tuple(

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Whether a plan still fits what it is to be used for.
+"""Differences between the inputs of a plan and those of its use.
 
 Other tables, ranks, memory, batch size or constraints make a plan stale: it may not run, not fit, or break what was
 asked for. What it was merely chosen by (statistics, bandwidths, cost source, seed) may differ when a job starts again,
@@ -33,7 +33,7 @@ def machine_differences(one: TopologyInputs, other: TopologyInputs) -> list[str]
 
 
 def stale_differences(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
-    """Those with which a plan must not be used."""
+    """Yield the differences with which a plan must not be used."""
     yield from _ranks(made_from.topology, now.topology)
     if made_from.batch_size != now.batch_size:
         yield f"batch size {made_from.batch_size} -> {now.batch_size}"
@@ -70,7 +70,7 @@ def _memory(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
 
 
 def _surroundings(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
-    """What is around the ranks of a plan: others that follow it, and bandwidths."""
+    """Yield differences in sharding groups, cards and bandwidths."""
     if one.num_groups != other.num_groups:
         yield f"sharding groups of so many ranks {one.num_groups} -> {other.num_groups}"
     if one.cards != other.cards:
@@ -106,7 +106,7 @@ def _chosen_by(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
 
 
 def _entries(what: str, one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Of mappings of mappings, every entry that differs; one that is missing is None."""
+    """Yield every entry that differs between two mappings of mappings; missing ones are None."""
     found = []
     for name in sorted(one.keys() | other.keys()):
         before, after = one.get(name, {}), other.get(name, {})
