@@ -42,7 +42,7 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
-from dreamshard_planner.search_space.kernels import sharding_in_words
+from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 

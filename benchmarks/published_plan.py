@@ -49,7 +49,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from common.output import append, provenance, quiet
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.search_space.kernels import sharding_in_words
+from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.workload.ids import LEAST_READS, MOST_IDS, HotIds
 from dreamshard_planner.workload.reuse import default_reuse
 

@@ -20,9 +20,9 @@ from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner, ShardingGroups
-from dreamshard_planner.search_space.kernels import CACHING
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import (
+    CACHING,
     CW,
     DP,
     GRID,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dreamshard_planner.observing.observation import OUTPUTS, ObservedRun
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Predicted
-from dreamshard_planner.search_space.kernels import DENSE
+from dreamshard_planner.search_space.sharding_types import DENSE
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.counting import SAME_BATCH
 from dreamshard_planner.workload.tables import costed_optimizer

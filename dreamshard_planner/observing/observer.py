@@ -45,7 +45,7 @@ from dreamshard_planner.observing.observation import (
 )
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.search_space.kernels import memory_of
+from dreamshard_planner.search_space.sharding_types import memory_of
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.torchrec_components.compat import default_store
 from dreamshard_planner.workload.counting import EVERY, BatchSampler

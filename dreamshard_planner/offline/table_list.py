@@ -15,8 +15,7 @@ from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.errors import StatisticsError, TaskError
-from dreamshard_planner.search_space.kernels import KERNELS
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json
 from dreamshard_planner.support.formatting import nearest

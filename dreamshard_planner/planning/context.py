@@ -20,8 +20,7 @@ from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.allocated import AllocatedStorage
-from dreamshard_planner.problem.exchanges import Links
-from dreamshard_planner.problem.parts import ReadProblem
+from dreamshard_planner.problem.parts import Links, ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.search import SearchResult
 from dreamshard_planner.search_space.constraints import PlanningConstraints
@@ -32,9 +31,8 @@ from dreamshard_planner.search_space.enumeration import (
     torchrec_estimators,
     unpriced,
 )
-from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.options import by_table, counted, fqn_of, type_of
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, is_known
 from dreamshard_planner.search_space.usable_options import (
     as_constrained,
     own_slices,

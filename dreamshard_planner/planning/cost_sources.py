@@ -22,11 +22,10 @@ from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.report import ESTIMATE_PARTS
-from dreamshard_planner.problem.exchanges import Links
-from dreamshard_planner.problem.parts import ReadProblem
+from dreamshard_planner.problem.parts import Links, ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of
+from dreamshard_planner.search_space.sharding_types import serves
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import OPTIMIZERS

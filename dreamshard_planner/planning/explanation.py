@@ -16,8 +16,8 @@ from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
-from dreamshard_planner.search_space.kernels import FUSED, sharding_in_words
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
+from dreamshard_planner.search_space.sharding_types import FUSED, sharding_in_words
 from dreamshard_planner.support.formatting import first_of, ranks_in_words, short, short_words, size_in_words
 
 MAX_TABLES = 5

@@ -17,7 +17,6 @@ from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingP
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
-from dreamshard_planner.search_space.kernels import CACHING, FUSED, is_known
 from dreamshard_planner.search_space.options import (
     by_table,
     cannot_lie_so,
@@ -30,7 +29,7 @@ from dreamshard_planner.search_space.options import (
     set_ranks,
     type_of,
 )
-from dreamshard_planner.search_space.sharding_types import MISSED_ROWS, SHARDING_TYPES
+from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, SHARDING_TYPES, is_known
 from dreamshard_planner.search_space.usable_options import misses_rows
 from dreamshard_planner.support.formatting import NAMED, memory_in_words, nearest
 from dreamshard_planner.support.torch_state import single_thread

@@ -14,10 +14,9 @@ from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.plan_inputs import PlannerSettings
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.kernels import DENSE, in_host_memory
 from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.search_space.replica_rules import DENSE_KERNELS
-from dreamshard_planner.search_space.sharding_types import inexact
+from dreamshard_planner.search_space.sharding_types import DENSE, in_host_memory, inexact
 from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
 from dreamshard_planner.workload.statistics import TableStatistics

@@ -28,9 +28,8 @@ from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadli
 from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search.starts import OptionTotals
-from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.options import by_table, counted, fqn_of, is_torchrecs, ranks_of, set_ranks
-from dreamshard_planner.search_space.sharding_types import TW
+from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
 from dreamshard_planner.search_space.usable_options import all_sized, other_sizes
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR

@@ -33,8 +33,7 @@ from pydantic import Field
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.errors import FileError, PlanError
 from dreamshard_planner.plans.report import Predicted, Report, ReportEntry, TableEntry
-from dreamshard_planner.search_space.kernels import sharding_in_words
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, sharding_in_words
 from dreamshard_planner.support.documents import (
     STRICT,
     Amount,

@@ -15,7 +15,7 @@ import torch
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, PlacementCosts, Sharding
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.search.search import SearchResult
-from dreamshard_planner.search_space.kernels import sharding_in_words
+from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.support.documents import STRICT, Amount, Count, Share, Unbounded, document_of
 from dreamshard_planner.support.formatting import short_words
 from dreamshard_planner.workload.features import FEATURE_INDEX

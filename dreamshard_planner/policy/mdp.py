@@ -36,8 +36,17 @@ import torch
 from dreamshard_planner.cost.compute import both_passes
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.search.starts import OptionTotals
-from dreamshard_planner.search_space.kernels import in_host_memory
-from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
+from dreamshard_planner.search_space.sharding_types import (
+    CW,
+    DP,
+    GRID,
+    RW,
+    SHARDING_TYPES,
+    TW,
+    TWCW,
+    TWRW,
+    in_host_memory,
+)
 
 TYPES = (TW, CW, TWCW, RW, TWRW, GRID, DP)
 """That actions know, in the order of the network's channels; a type that is added later is no action."""

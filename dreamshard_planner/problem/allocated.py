@@ -15,8 +15,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Storage, Topology
 
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.kernels import KERNELS
 from dreamshard_planner.search_space.options import counted, type_of
+from dreamshard_planner.search_space.sharding_types import KERNELS
 from dreamshard_planner.workload.tables import OPTIMIZERS, Table
 
 CACHE_SET_ROWS = 32

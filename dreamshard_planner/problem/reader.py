@@ -2,8 +2,8 @@
 """TorchRec's sharding options read as tables, workloads and sharding problems.
 
 The package reads everything that depends on how TorchRec describes a table. This module reads the table from an option,
-its module and sharder, constraints and statistics. ``parts.py`` cuts shards into parts and units, ``exchanges.py``
-names the collectives that carry their outputs.
+its module and sharder, constraints and statistics. ``parts.py`` cuts shards into parts and units, and names the
+collectives that carry their outputs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from torchrec.types import DataType
 from dreamshard_planner.cost.collectives import Collective, Collectives
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Option, Problem
 from dreamshard_planner.plans.plan_file import TableInputs
-from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
 from dreamshard_planner.problem.parts import (
+    Links,
     Part,
     ReadProblem,
+    exchanges_of,
     group_key,
     num_ranks,
     parts_of,
     sent_bytes,
     set_fused_params,
     units_of,
+    wire_bytes,
 )
 from dreamshard_planner.search_space.constraints import constraint_of
 from dreamshard_planner.search_space.input_checks import (
@@ -44,11 +46,10 @@ from dreamshard_planner.search_space.input_checks import (
     needed_bytes,
     per_feature,
 )
-from dreamshard_planner.search_space.kernels import CACHING, DENSE, in_host_memory, memory_of, serves
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
 from dreamshard_planner.search_space.options import by_table, fqn_of, tower_refused, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.sharding_types import TableFacts
+from dreamshard_planner.search_space.sharding_types import CACHING, DENSE, TableFacts, in_host_memory, memory_of, serves
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics

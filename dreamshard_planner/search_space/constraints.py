@@ -20,13 +20,6 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dreamshard_planner.search_space.input_checks import check_constraint, check_per_feature, check_shared, per_feature
-from dreamshard_planner.search_space.kernels import (
-    KERNELS,
-    KEY_VALUE,
-    in_host_memory,
-    is_known,
-    serves,
-)
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
     exchange_codecs,
@@ -36,7 +29,19 @@ from dreamshard_planner.search_space.modules import (
 )
 from dreamshard_planner.search_space.options import refused, tower_refused
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.sharding_types import LATE_MEANS, MIXED_MEAN, SHARDING_TYPES, TW, broken, inexact
+from dreamshard_planner.search_space.sharding_types import (
+    KERNELS,
+    KEY_VALUE,
+    LATE_MEANS,
+    MIXED_MEAN,
+    SHARDING_TYPES,
+    TW,
+    broken,
+    in_host_memory,
+    inexact,
+    is_known,
+    serves,
+)
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.statistics import TableStatistics

@@ -22,9 +22,9 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.search_space.kernels import KERNELS, is_known, serves
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import SHARDS, EnumeratedOption, by_table, counted, fqn_of, refused
+from dreamshard_planner.search_space.sharding_types import KERNELS, is_known, serves
 from dreamshard_planner.support.torch_state import collector_paused
 from dreamshard_planner.torchrec_components import compat
 

@@ -17,8 +17,7 @@ from typing import Any, Self
 
 from torchrec.distributed.planner.types import Perf, PlannerError, PlannerErrorType, Shard, ShardingOption, Storage
 
-from dreamshard_planner.search_space.kernels import is_known
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec, is_known
 
 SHARDS = {"shards", "_runs", "_ranks", "_shards"}
 """Attributes that hold the shards of TorchRec's options and of ours."""

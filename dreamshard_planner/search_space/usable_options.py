@@ -21,7 +21,6 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.kernels import CACHING, is_known, kernel_of, serves
 from dreamshard_planner.search_space.modules import exchange_codecs, fused_params, output_type
 from dreamshard_planner.search_space.options import (
     EnumeratedOption,
@@ -35,11 +34,15 @@ from dreamshard_planner.search_space.options import (
     type_of,
 )
 from dreamshard_planner.search_space.sharding_types import (
+    CACHING,
     MISSED_ROWS,
     MOST_CUDA_COLUMNS,
     SHARDING_TYPES,
     CutFacts,
     first_reason,
+    is_known,
+    kernel_of,
+    serves,
 )
 from dreamshard_planner.support.formatting import first_of, ranks_in_words
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR

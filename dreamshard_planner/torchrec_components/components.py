@@ -27,8 +27,8 @@ from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import Deadline, portion
-from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.options import set_perf
+from dreamshard_planner.search_space.sharding_types import is_known
 from dreamshard_planner.support.torch_state import neutral, single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
 

@@ -22,7 +22,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner.planning.cost_sources import FREE
-from dreamshard_planner.problem.exchanges import Links
+from dreamshard_planner.problem.parts import Links
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import FastEnumerator
 from tests.small_models import collection, table, topology

@@ -28,8 +28,7 @@ from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.kernels import KERNELS
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Exchange, ShardingTypeSpec
+from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES, Exchange, ShardingTypeSpec
 from dreamshard_planner.workload.tables import MEMORIES
 
 REFUSED = {"ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table"}
