@@ -18,13 +18,6 @@ from dreamshard_planner.support.formatting import ranges, size_in_words
 
 PARTS = ("forward", "backward", "waiting for the slowest rank", "collectives")
 """Parts of a rank's step, in the order of a bar's colours (page.css)."""
-COST_SOURCES = {
-    "network": "A cost network, fitted to fused kernels that were measured, predicts compute.",
-    "roofline": "Compute follows from bandwidths, on GPUs from how kernels of others use them: nothing was measured. "
-    "Trust the order of plans more than the milliseconds.",
-    "torchrec": "Compute and collectives are the estimates of the TorchRec that is installed.",
-}
-"""By kind of cost source, in a sentence."""
 
 
 def save_html(subject: Report | SavedPlan | Replan, path: str | Path, title: str | None = None) -> None:
@@ -56,8 +49,7 @@ def save_html(subject: Report | SavedPlan | Replan, path: str | Path, title: str
         *([_memory(report)] if report.memory else []),
     ]
     style = resources.files("dreamshard_planner").joinpath("plans/page.css").read_text()
-    source = COST_SOURCES.get(report.cost_source.partition(" ")[0], "")
-    facts += [("compute", f"{report.cost_source}. {source}"), ("collectives", report.collectives_source)]
+    facts += [("compute", report.cost_source), ("collectives", report.collectives_source)]
     facts += [("search", f"{report.candidates:,} moves and swaps, {report.reshards:,} re-shards evaluated")]
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',

@@ -108,8 +108,7 @@ class Replan:
     forced: tuple[str, ...] = ()
     """Why the current plan cannot stay as it is, in words; empty where it can."""
     stale: tuple[str, ...] = ()
-    """Other inputs (then -> now) for which ``JsonPlanLoader`` refuses its file; load :attr:`plan` instead, which has its
-    sharding."""
+    """Other inputs (then -> now) for which ``JsonPlanLoader`` refuses its file; :attr:`plan` is the one to load."""
 
     COLUMNS: ClassVar = ("tables", "moved", "to one rank", "ms per step", "seconds in all")
     """Headings of :meth:`rows`."""
