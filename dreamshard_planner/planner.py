@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,7 +35,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.errors import DreamShardError, InputWarning
+from dreamshard_planner.errors import DreamShardError, InputWarning, StatisticsError
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.planning.explanation import Explanation
 from dreamshard_planner.planning.infeasible import reason_first
@@ -64,6 +65,8 @@ from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop
 from dreamshard_planner.workload.statistics import TableStatistics
+
+logger = logging.getLogger(__name__)
 
 
 class DreamShardPlanner(EmbeddingShardingPlanner):
@@ -190,7 +193,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
         self._loop: SearchLoop | None = None
-        self._recalls = False  # what was observed of the tables
+        self._recalls = self._recalled = False  # what was observed of the tables
         self._falls_back = True  # to TorchRec's plan, if ours gains too little
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
 
@@ -260,6 +263,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if self._recalls and self.plan_loader is None:
             remembered = Remembered.of_module(module, sharders, self._ranks.topology)
             settings = remembered.completed(settings)
+        self._recalled = settings is not self._settings
         model = ModelProblem.of(settings, self._ranks, module, sharders, self._storage_reservation)
         self._batch_size: int = settings.batch_size
         self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back, remembered)
@@ -318,11 +322,17 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 )
                 self._topology: Topology = self._ranks.topology
             check_ranks(self._topology.world_size, self._ranks.all_ranks, ranks, in_groups)
+            given = get_default_sharders() if sharders is None else sharders
             self._recalls = True
             try:
-                return self.plan(module, get_default_sharders() if sharders is None else sharders)
+                return self.plan(module, given)
+            except (PlannerError, StatisticsError) as error:
+                if not self._recalled:
+                    raise
+                logger.warning("planned without what earlier trainings observed: %s", error)
             finally:
                 self._recalls = False
+            return self.plan(module, given)
 
         try:
             found = gathered(pg, device_to_read)

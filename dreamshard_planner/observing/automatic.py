@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,7 @@ from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.hooks import guarded
 from dreamshard_planner.observing.observation import rank_file
-from dreamshard_planner.observing.observer import END_DEFAULT, Observer, Prediction
-from dreamshard_planner.planner import DreamShardPlanner
+from dreamshard_planner.observing.observer import END_DEFAULT, Observer, predicted
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ def _steps_to_observe() -> int:
     return int(given)
 
 
-def _failed(error: Exception) -> None:
-    logger.warning("training goes on, and is not observed: %s: %s", type(error).__name__, error)
+def _failed(error: Exception, level: int = logging.WARNING) -> None:
+    logger.log(level, "training goes on, and is not observed: %s: %s", type(error).__name__, error)
 
 
 class AutomaticObservation:
@@ -73,9 +73,8 @@ class AutomaticObservation:
         while END_DEFAULT:
             END_DEFAULT.pop()()
         self._steps, self._seen, self._rank = steps, 0, dist.get_rank()
-        self._prediction = Prediction()
-        if not self._rank and isinstance(planner, DreamShardPlanner):
-            self._prediction = Prediction(planner.saved_plan(), planner.lookups_per_sample())
+        self._prediction = predicted(planner)
+        if not self._rank:
             logger.info(
                 "training steps %d to %d will be observed, so that the next plan is better; observe=False or %s=0 "
                 "switches this off",
@@ -119,7 +118,8 @@ class AutomaticObservation:
         observer = self._end()
         if observer is None or observer.steps < min(self._steps, LEAST_STEPS):
             return
-        write = guarded(lambda: _write(observer, self._rank), _failed)
+        level = logging.INFO if self._rank else logging.WARNING  # not once for each rank
+        write = guarded(lambda: _write(observer, self._rank), partial(_failed, level=level))
         if threading.main_thread().is_alive():
             threading.Thread(target=write, name="dreamshard_planner observation").start()
         else:  # Python ends

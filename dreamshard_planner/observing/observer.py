@@ -22,6 +22,7 @@ from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.errors import DreamShardError, ObservationError, StatisticsError
@@ -211,10 +212,15 @@ def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> Prediction
             "2D parallelism: a plan is that of one sharding group, which is not compared with what all ranks take; "
             "observe(model) without the planner"
         )
-    if dist.get_rank():
+    return predicted(planner, model.plan)
+
+
+def predicted(planner: EmbeddingShardingPlanner, plan: ShardingPlan | None = None) -> Prediction:
+    """Return a planner's prediction of a plan, by default of its last one; empty on ranks that have not planned."""
+    if dist.get_rank() or not isinstance(planner, DreamShardPlanner):
         return Prediction()
     try:
-        return Prediction(planner.saved_plan(model.plan), planner.lookups_per_sample())
+        return Prediction(planner.saved_plan(plan), planner.lookups_per_sample())
     except (DreamShardError, PlannerError) as error:
         logger.warning("no prediction is kept beside what is observed: %s", error)
         return Prediction()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_models import SHARDERS, collection, table, topology
 
 from dreamshard_planner import DreamShardPlanner, Observation, SavedPlan
@@ -17,6 +18,7 @@ from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.observation import ObservedRun, rank_file
 from dreamshard_planner.planning.remembered import Remembered, sharding_key
+from tests.logged import warned
 from tests.observing.runs import rank_steps
 from tests.planning.test_context import statistics
 
@@ -133,3 +135,18 @@ def test_old_runs_are_removed_and_damaged_ones_left_out(home: Path) -> None:
     learn_from(folder, "9")
     assert len({path.name[0] for path in folder.glob("*.json")}) == RUNS
     assert (remembered().folder / "statistics.json").exists()
+
+
+def test_statistics_with_which_tables_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    small = topology(1, memory=2**28)
+    known = Remembered.of_module(model(), SHARDERS, small)
+    known.remember(statistics(factor=30.0, batch_size=100_000), {}, None, None)
+    planner = DreamShardPlanner(topology=small, effort="quick", stats=[], debug=False)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with warned("planner") as told:
+            planner.collective_plan(model(), SHARDERS)
+    finally:
+        dist.destroy_process_group()
+    assert len(told) == 1 and "planned without what earlier trainings observed" in told[0]
+    assert planner.saved_plan().inputs.statistics is None
