@@ -15,8 +15,7 @@ from dlrm.job import Planned
 from dlrm.options import Config, Node
 from dlrm.steps import Trained
 from dreamshard_planner.checkpoints.choice import resolve
-from dreamshard_planner.plans.notes import noted
-from dreamshard_planner.plans.report import Report, ReportEntry
+from dreamshard_planner.plans.report import Report, ReportEntry, noted
 
 MAX_SPLITS_SHOWN = 3
 

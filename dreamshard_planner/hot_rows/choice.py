@@ -27,7 +27,7 @@ from dreamshard_planner.hot_rows.replicas import why_not_hot_rows
 from dreamshard_planner.hot_rows.sharded import HotRowsSharder
 from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.planning.model_problem import ModelProblem
-from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.plans.report import Note
 from dreamshard_planner.search_space.options import fqn_of, set_ranks
 from dreamshard_planner.search_space.replica_rules import in_backward_arguments
 from dreamshard_planner.support.formatting import size_in_words

@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.hot_rows.choice import HOT_LOOKUP_PASSES, LEAST_GAIN
 from dreamshard_planner.planning.model_problem import ModelProblem
-from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.plans.report import Note
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.torchrec_components import compat
 

@@ -18,9 +18,8 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import DreamShardError, TaskError
 from dreamshard_planner.offline.jobs import Job
-from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.report import Report
+from dreamshard_planner.plans.report import Note, Report
 
 AXES: dict[str, Callable[[Job, Any], Job]] = {
     "ranks": lambda job, value: replace(job, machine=replace(job.machine, ranks_per_host=value)),

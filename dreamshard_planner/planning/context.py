@@ -17,8 +17,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Cost, PlacementCosts, Sharding
 from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
-from dreamshard_planner.plans.notes import Note, noted
-from dreamshard_planner.plans.report import Report, ReportEntry
+from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.problem.allocated import AllocatedStorage
 from dreamshard_planner.problem.parts import Links, ReadProblem
 from dreamshard_planner.problem.reader import OptionReader

@@ -20,8 +20,7 @@ from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSourc
 from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
-from dreamshard_planner.plans.notes import Note, noted
-from dreamshard_planner.plans.report import ESTIMATE_PARTS
+from dreamshard_planner.plans.report import ESTIMATE_PARTS, Note, noted
 from dreamshard_planner.problem.parts import Links, ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of

@@ -13,7 +13,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
-from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.plans.report import Note
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option

@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.plan_inputs import PlannerSettings
-from dreamshard_planner.plans.notes import Note, noted
+from dreamshard_planner.plans.report import Note, noted
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.search_space.replica_rules import DENSE_KERNELS

@@ -25,8 +25,8 @@ from dreamshard_planner.errors import DreamShardError, FileError
 from dreamshard_planner.planning.given_plans import shardings
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.plan_inputs import PlannerSettings
-from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
+from dreamshard_planner.plans.report import Note
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.support.documents import Amount, parsed
 from dreamshard_planner.support.files import read_json, write_whole

@@ -20,8 +20,7 @@ from torchrec.distributed.planner.types import Perf, PlannerError, Shard, Shardi
 from dreamshard_planner.cost.problem import Chosen, Cost, Sharding
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
-from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.plans.report import ReportEntry
+from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadline, SearchConfig, portion

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 import torch
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, PlacementCosts, Sharding
-from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.search.search import SearchResult
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
-from dreamshard_planner.support.documents import STRICT, Amount, Count, Share, Unbounded, document_of
+from dreamshard_planner.support.documents import STRICT, Amount, Count, Finite, Share, Unbounded, document_of
 from dreamshard_planner.support.formatting import short_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
@@ -37,6 +36,58 @@ _FOR_COLLECTIVES = (
     "Fewer hosts, faster links, smaller outputs (dims, 16-bit collectives) or a smaller batch would help; "
     "moving tables would not"
 )
+
+
+CODES = {
+    "hardware": "devices read from the driver",
+    "assumption": "a guess that moves the figures",
+    "cost": "tables beyond the measured ones",
+    "skew": "a block of rows is read more than the others",
+    "measurement": "measured in training",
+    "search": "a search that was cut short, and TorchRec's plan",
+    "source": "origin of the costs",
+    "optimizer": "assumed, or costed as another one",
+    "table": "unlikely shapes, or an unknown access pattern",
+    "placement_rule": "effect of placement rules",
+    "beyond_exact_training": "options excluded by exact training",
+    "hot_rows": "rows of sequence tables that every rank holds",
+    "index_dedup": "gain of TorchRec's index dedup",
+    "forced_out": "in older files: exact training keeps tables out of device memory",
+    "training": "tables that train differently than whole ones",
+    "unused": "names missing in the model, or modules missing in the plan",
+    "callbacks": "callbacks that changed the plan",
+    "loaded": "the file of a loaded plan",
+    "stale": "changes since that file was made",
+}
+"""Subjects of notes, by code."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing to know.
+
+    Raises:
+        ValueError: the code is none of :data:`CODES`.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    code: str
+    text: str
+    """A sentence without its full stop."""
+    figures: Mapping[str, Finite] = field(default_factory=dict)
+    """Numbers of the text, by names with units."""
+
+    def __post_init__(self) -> None:
+        if self.code not in CODES:
+            raise ValueError(f"a note's code is one of {', '.join(CODES)}, got {self.code!r}")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def noted(code: str, texts: Iterable[str]) -> tuple[Note, ...]:
+    """Notes of one code."""
+    return tuple(Note(code, text) for text in texts)
 
 
 @dataclass(frozen=True)

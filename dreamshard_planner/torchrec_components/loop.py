@@ -28,9 +28,8 @@ from dreamshard_planner.planning.plan_notes import knows_lookups
 from dreamshard_planner.planning.remembered import Remembered
 from dreamshard_planner.planning.result import PlanResult, SearchRecord
 from dreamshard_planner.planning.search_plan import SearchSettings
-from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.report import ReportEntry
+from dreamshard_planner.plans.report import Note, ReportEntry, noted
 from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of, set_ranks
 from dreamshard_planner.torchrec_components.components import (

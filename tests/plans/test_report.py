@@ -29,8 +29,7 @@ from dreamshard_planner import (
     TableStatistics,
 )
 from dreamshard_planner.errors import InputWarning
-from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.plans.report import ReportEntry, TableEntry, verdict
+from dreamshard_planner.plans.report import Note, ReportEntry, TableEntry, verdict
 from dreamshard_planner.search import effort
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
