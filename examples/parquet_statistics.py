@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.offline import Job, OfflineModel
-from dreamshard_planner.offline.table_list import TableSpec
+from dreamshard_planner.offline import Job, OfflineModel, TableSpec
 
 BATCH_SIZE = 2048
 ROWS = {"user": 1_000_000, "clicks": 200_000, "brand": 5_000}

@@ -27,7 +27,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import FBGEMM, installed
-from dreamshard_planner.offline.table_list import ListedTable, read_table_list
+from dreamshard_planner.offline.jobs import ListedTable, read_table_list
 from tests.cli.test_commands import parse
 
 ROOT = Path(__file__).parent.parent

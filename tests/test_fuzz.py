@@ -50,7 +50,7 @@ from dreamshard_planner.checkpoints.choice import SHIPPED
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.collectives import MeasuredCollectives
-from dreamshard_planner.offline.table_list import read_table_list
+from dreamshard_planner.offline.jobs import read_table_list
 from dreamshard_planner.workload.ids import IdHistogram
 from tests.ambient_states import STATES
 from tests.mixed_models import MixedCase

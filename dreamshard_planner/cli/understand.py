@@ -259,7 +259,7 @@ def _dataset(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> tuple[str, dict[str, Any]]:
     from dreamshard_planner.observing import observation
-    from dreamshard_planner.offline import table_list
+    from dreamshard_planner.offline import jobs
     from dreamshard_planner.plans import plan_file
     from dreamshard_planner.workload import statistics
 
@@ -286,8 +286,8 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
         found = statistics.TableStatistics.from_json(path)
         factors = {name: feature.pooling_factor for name, feature in found.items()}
         return "statistics", {"features": len(found), "pooling_factors": factors}
-    if schema == table_list.SCHEMA:
-        specs = table_list.read_table_list(path)
+    if schema == jobs.SCHEMA:
+        specs = jobs.read_table_list(path)
         return "tables", {
             "tables": len(specs),
             "features": sum(len(spec.features) for spec in specs),

@@ -16,8 +16,7 @@ from torchrec.modules.embedding_configs import dtype_to_data_type
 
 from dreamshard_planner.devices import GPUS, Machine, gpu_of
 from dreamshard_planner.errors import PlanError
-from dreamshard_planner.offline.jobs import Job, OfflineModel
-from dreamshard_planner.offline.table_list import TableSpec
+from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from dreamshard_planner.planning.plan_inputs import PlannerSettings, statistics_for_file, topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs

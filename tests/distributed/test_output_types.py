@@ -24,11 +24,9 @@ from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 
 CASES = {
     "a rank of each": ((True, True, False), (0, 0, 1), None),
-    "a rank of both": ((True, True, False), (0, 1, 0), None),
     "a rank of none": ((True, True), (0, 0), None),
     "one type": ((True, True), (0, 1), torch.float16),
     "both on each rank": ((True, False, True, False), (0, 0, 1, 1), torch.float32),
-    "a rank of none, of the usual type": ((True, False), (0, 0), torch.float32),
 }
 """Tables that put out float16, their ranks, and what the module then returns; None where TorchRec fails."""
 

@@ -64,17 +64,28 @@ def _run(rank: Rank, kind: type[EmbeddingShardingPlanner], mode: str, given: Par
     return plan.plan["bag"]["weight"].sharding_type
 
 
+def _all(rank: Rank) -> dict[str, str]:
+    found = {name: _run(rank, EmbeddingShardingPlanner, mode, given) for name, (mode, given, _) in CASES.items()}
+    return found | {"ours": _run(rank, DreamShardPlanner, "sum", None)}
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    """By rank: its error or sharding type in each case, and for our plan."""
+    return run_on_ranks(_all, world_size=2)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_what_torchrec_cannot_run_is_refused(name: str) -> None:
+def test_what_torchrec_cannot_run_is_refused(name: str, told: list[dict[str, str]]) -> None:
     mode, given, reason = CASES[name]
-    assert all("Error" in told for told in run_on_ranks(_run, EmbeddingShardingPlanner, mode, given, world_size=2))
+    assert all("Error" in of_rank[name] for of_rank in told)
     with pytest.raises(PlannerError) as refused:
         planner(DreamShardPlanner, given, exact_training=False).plan(Bag(mode), [EmbeddingBagSharder()])
     assert reason in str(refused.value) and "'bag.weight'" in str(refused.value)
 
 
-def test_one_slice_is_the_whole_bag() -> None:
-    assert run_on_ranks(_run, DreamShardPlanner, "sum", None, world_size=2) == [CW, CW]
+def test_one_slice_is_the_whole_bag(told: list[dict[str, str]]) -> None:
+    assert [of_rank["ours"] for of_rank in told] == [CW, CW]
     hot = ParameterConstraints(pooling_factors=[500.0])  # worth halving
     made = planner(DreamShardPlanner, hot)
     wide = nn.Sequential(nn.EmbeddingBag(10_000, 64, mode="sum"), nn.Linear(64, 1))

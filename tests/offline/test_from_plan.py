@@ -37,8 +37,7 @@ from dreamshard_planner import (
 )
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.from_plan import check_statistics, job_of
-from dreamshard_planner.offline.jobs import Job, OfflineModel
-from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec
+from dreamshard_planner.offline.jobs import OPTIMIZERS, Job, OfflineModel, TableSpec
 from dreamshard_planner.planning.plan_inputs import topology_inputs
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.stale import machine_differences, stale_differences

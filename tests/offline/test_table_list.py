@@ -12,8 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics, TaskError
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.offline.jobs import Job, OfflineModel, read_model
-from dreamshard_planner.offline.table_list import SCHEMA, read_table_list
+from dreamshard_planner.offline.jobs import SCHEMA, Job, OfflineModel, read_model, read_table_list
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
 

@@ -13,8 +13,7 @@ from torchrec.distributed.planner.types import PlannerError
 from dreamshard_planner import FeatureStatistics, TableStatistics, TaskError
 from dreamshard_planner.devices import GB, Machine
 from dreamshard_planner.offline.from_plan import job_of
-from dreamshard_planner.offline.jobs import Job, OfflineModel
-from dreamshard_planner.offline.table_list import TableSpec
+from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from dreamshard_planner.offline.what_if import Point, replanning, what_if
 from dreamshard_planner.plans.plan_file import SavedPlan
 

@@ -21,8 +21,7 @@ from dreamshard_planner import (
     compare,
 )
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.offline.jobs import Job, OfflineModel
-from dreamshard_planner.offline.table_list import TableSpec
+from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from dreamshard_planner.plans.comparison import names_that_keep_most, renamed
 from dreamshard_planner.plans.plan_file import ShardPlace
 from dreamshard_planner.workload.ids import IdHistogram

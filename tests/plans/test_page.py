@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from dreamshard_planner.cli import app
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.offline.jobs import Job, OfflineModel, PlannedJob
-from dreamshard_planner.offline.table_list import read_table_list
+from dreamshard_planner.offline.jobs import Job, OfflineModel, PlannedJob, read_table_list
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.report import MemoryEntry, ReportEntry, TableEntry
 from dreamshard_planner.support.formatting import size_in_words
