@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -41,6 +42,8 @@ PATIENCE_SECONDS = 20.0
 """Time to wait for the files of other ranks, which may be killed, or write into another home."""
 RUNS = 8
 """Newest runs to learn from; older ones are removed."""
+TABLES = 64
+"""Sets of tables to remember; those that were trained longest ago are removed."""
 LEAST_GAIN = 0.02
 """Share of an observed step from which on a better plan is told."""
 DAY_SECONDS = 86_400
@@ -90,6 +93,9 @@ def learn_from(folder: Path, run_id: str) -> dict[str, str]:
     told = dict(zip(("learned",), choice.learned_from(checkpoint, str(observation.hardware["device"])), strict=False))
     if run.plan is not None:
         told |= _remember(observation, run, run.plan, folder.name, checkpoint)
+    tables = [(one.stat().st_mtime, one) for one in (choice.home() / "tables").glob("*")]
+    for _, one in sorted(tables, reverse=True)[TABLES:]:
+        shutil.rmtree(one, ignore_errors=True)
     return told
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from small_models import SHARDERS, collection, table, topology
 
 from dreamshard_planner import DreamShardPlanner, Observation, SavedPlan
-from dreamshard_planner.background import RUNS, learn_from
+from dreamshard_planner.background import RUNS, TABLES, learn_from
 from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.observation import ObservedRun, rank_file
@@ -132,7 +132,10 @@ def test_old_runs_are_removed_and_damaged_ones_left_out(home: Path) -> None:
     for name in "123456789":
         folder, _ = _observe(plan, name, 100.0)
     (folder / "5.0.json").write_text("{}")
+    for index in range(TABLES + 3):
+        (home / "tables" / f"old{index}").mkdir(parents=True)
     learn_from(folder, "9")
+    assert len(list((home / "tables").iterdir())) == TABLES
     assert len({path.name[0] for path in folder.glob("*.json")}) == RUNS
     assert (remembered().folder / "statistics.json").exists()
 
