@@ -71,17 +71,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"archive": archive, "wheel": wheel}
 
 
-@pytest.fixture(params=["fbgemm-gpu-cpu", "fbgemm-gpu"])
-def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Python of a new environment with the tests' libraries, FBGEMM by either name, and without this package."""
+@pytest.fixture
+def python(tmp_path: Path) -> Iterator[Path]:
+    """Python of a new environment with the tests' libraries, FBGEMM by its name for GPUs, and without this package."""
     site = tmp_path / "site"
     site.mkdir()
     for path in SITE.iterdir():
         if path.name.startswith("fbgemm_gpu") and path.suffix == ".dist-info":
-            renamed = site / f"{request.param.replace('-', '_')}-{distribution('torchrec').version}.dist-info"
+            renamed = site / f"fbgemm_gpu-{distribution('torchrec').version}.dist-info"
             shutil.copytree(path, renamed)
             text = (path / "METADATA").read_text()
-            (renamed / "METADATA").write_text(re.sub("(?m)^Name: .*$", f"Name: {request.param}", text, count=1))
+            (renamed / "METADATA").write_text(re.sub("(?m)^Name: .*$", "Name: fbgemm-gpu", text, count=1))
         elif "dreamshard" not in path.name and path.suffix != ".pth" and path.name != "__pycache__":
             (site / path.name).symlink_to(path)
     venv.create(tmp_path / "venv", with_pip=False)
@@ -241,12 +241,6 @@ def test_libraries_that_do_not_load_are_told_with_their_release_and_the_one_that
     (finding,) = [finding for finding in diagnose() if finding.verdict in diagnosis.PREVENTS_PLANNING]
     assert finding.verdict == "broken" and finding.advice.startswith(advice)
     assert finding.found.endswith(": OSError: undefined symbol") and "none" not in finding.found
-
-
-def test_an_old_torchrec_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    releases(monkeypatch, torchrec="1.5.1")
-    error = environment.explained(ModuleNotFoundError("x", name="torchrec.distributed.new"))
-    assert str(error).startswith("torchrec 1.5.1 has no torchrec.distributed.new; accepted are 1.6 to 1.9: pip install")
 
 
 def test_foreign_import_errors_stay_as_they_are() -> None:
