@@ -6,7 +6,7 @@
     python benchmarks/plan_record.py --out after.jsonl --against before.jsonl
     python benchmarks/plan_record.py --time ../before                # planning times, another checkout's beside these
 
-The problems: random mixed models (towers, constraints, several hosts, all cost sources), tasks of the full search, and
+The problems: random mixed models (constraints, several hosts, all cost sources), tasks of the full search, and
 rules of placement. A plan is told by a digest of types, kernels and ranks, and by its predicted cost; where no plan is
 possible, by the kind of error.
 """
