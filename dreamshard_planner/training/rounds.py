@@ -139,8 +139,4 @@ def start_of(start: Checkpoint | None, train_sets: LabelledSets) -> Checkpoint |
 def fit(config: FitConfig, train_sets: LabelledSets, progress: bool, start: CostNetwork | None = None) -> CostNetwork:
     """Fit a cost network; from ``start`` on, if :func:`start_of` found one."""
     with progress_bar("fitting", config.steps(len(train_sets)), progress) as advance:
-
-        def on_step(_: int, loss: float) -> None:
-            advance(f"loss {loss:.4f}")
-
-        return fit_cost_network(train_sets, None, config, on_step, start)
+        return fit_cost_network(train_sets, None, config, lambda _, loss: advance(f"loss {loss:.4f}"), start)
