@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Predicted costs of the policy's roll-outs as plans, and of searches from them, over the search without them.
+"""Predicted costs of the policy's roll-outs as plans, and of searches from them, over the full search.
 
-    python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20
+    python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20 --costs roofline,network,torchrec
 
     level       the best level start
     greedy      one greedy roll-out of the policy that ships
@@ -9,15 +9,17 @@
     first       the same after their first sweep alone, which is all that the policy decides
     whole       one greedy roll-out that leaves tables whole
     third       the search from the starts, with a third of the candidates
-    search      the same with all of them
-    without     the search without the policy, which the others are compared with
+    search      the same with all of them: what the planner does, which the others are compared with
+    without     the search without the policy
 
-Tables are drawn by seeds that no training has seen. Seconds are of processor time on one thread.
+Costs are bandwidths of GPUs, the network of CPUs that ships, or TorchRec's estimates for GPUs. Tables are drawn by
+seeds that no training has seen. Seconds are of processor time on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -44,18 +46,20 @@ from dreamshard_planner.workload.pools import meta_like
 BATCH_SIZE = 2048
 FIRST_SEED = 7_000
 GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
+COSTS = ("roofline", "network", "torchrec")
 KINDS = ("level", "greedy", "starts", "first", "whole", "third", "search", "without")
 
 
-def cost_of(tables: int, ranks: int, seed: int) -> Cost:
+def cost_of(tables: int, ranks: int, seed: int, costs: str = "roofline") -> Cost:
     """Return the costs of one model on some ranks, over all types that TorchRec offers."""
-    drawn = meta_like(seed, tables)
-    topology = Topology(ranks, "cuda", hbm_cap=GPU_BYTES, ddr_cap=HOST_BYTES, local_world_size=RANKS_PER_HOST)
+    drawn, device = meta_like(seed, tables), "cpu" if costs == "network" else "cuda"
+    topology = Topology(ranks, device, hbm_cap=GPU_BYTES, ddr_cap=HOST_BYTES, local_world_size=RANKS_PER_HOST)
     constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in drawn}
     model, sharders = torch.nn.Module(), get_default_sharders()
     model.sparse = meta_collection(drawn)
-    checkpoint = resolve_for(topology, "auto")
-    context = PlanRater(topology, OptionReader(constraints), checkpoint, constraints=constraints, sharders=sharders)
+    reader, checkpoint = OptionReader(constraints), resolve_for(topology, "auto")
+    source = "auto" if costs == "network" else costs
+    context = PlanRater(topology, reader, checkpoint, source, constraints=constraints, sharders=sharders)
     reservation = EmbeddingShardingPlanner(topology, BATCH_SIZE, stats=[])._storage_reservation
     left = reservation.reserve(topology, BATCH_SIZE, model, sharders, constraints)
     options = context.enumerator(BATCH_SIZE, context._torchrec[0]).enumerate(model, sharders)
@@ -99,25 +103,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="60x16,200x64", help="tables x ranks, separated by commas")
     parser.add_argument("--tasks", type=int, default=20)
+    parser.add_argument("--costs", default="roofline", help=f"of {', '.join(COSTS)}, separated by commas")
     args = parser.parse_args()
     quiet()
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     policy = prior_policy()
     print(json.dumps(provenance(torch.device("cpu"))))
-    table = table_of("over the search without the policy", "tables x ranks", "tasks", "plans", "cost", "seconds")
-    for size in args.sizes.split(","):
+    table = table_of("over the full search", "costs", "tables x ranks", "tasks", "plans", "cost", "seconds")
+    for costs, size in itertools.product(args.costs.split(","), args.sizes.split(",")):
         tables, ranks = map(int, size.split("x"))
-        rows = [row_of(cost_of(tables, ranks, FIRST_SEED + task), policy) for task in range(args.tasks)]
-        for row in rows:
-            print(json.dumps({"size": size, **row}), flush=True)
+        rows = []
+        for task in range(args.tasks):
+            rows.append(row_of(cost_of(tables, ranks, FIRST_SEED + task, costs), policy))
+            print(json.dumps({"costs": costs, "size": size, **rows[-1]}), flush=True)
         for kind in KINDS:
-            ratios = np.array([row[kind]["ms"] / row["without"]["ms"] for row in rows])
-            low, high = mean_interval(ratios, np.random.default_rng(0))
+            logs = np.log([row[kind]["ms"] / row["search"]["ms"] for row in rows])
+            mean, low, high = np.exp([logs.mean(), *mean_interval(logs, np.random.default_rng(0))])
             seconds = np.median([row[kind]["seconds"] for row in rows])
-            table.add_row(
-                size, str(len(rows)), kind, f"{ratios.mean():.4f} ({low:.4f} to {high:.4f})", f"{seconds:.2f} s"
-            )
+            cost = f"{mean:.4f} ({low:.4f} to {high:.4f})"
+            table.add_row(costs, size, str(len(rows)), kind, cost, f"{seconds:.2f} s")
     wide_console().print(table)
 
 
