@@ -44,6 +44,8 @@ GREEDINESS = 8.0
 SUBSETS = (TYPES, (TW, CW, TWCW), (TWRW,), (TWRW, DP), (TW, DP), (TW, TWRW, DP), (CW, TWRW, DP), (RW, DP))
 """Sharding types that the first sweep of one greedy roll-out each may use: each type that is used costs kernels and
 collectives of its own, and no single table's choice sees that it could do without."""
+BREADTH = 25_000
+"""Tables x ranks up to which the planner plays all roll-outs. It plays fewer, in proportion, of larger problems."""
 HEAD_START = 0.1
 """Share of the time that roll-outs may take before they count as too slow for it."""
 LOGIT_STEP = 1e-3
@@ -240,7 +242,8 @@ def policy_starts(
     task, types_EN = ShardingTask(cost, asked), subset_types()
     if not task.may_be_played:
         return []
-    types_EN = types_EN[: portion(len(types_EN), effort)]
+    breadth = BREADTH / (task.num_tables * cost.problem.num_ranks)
+    types_EN = types_EN[: portion(len(types_EN), min(1.0, effort, breadth))]
     environment = roll_out(policy, task, len(types_EN), None, types_EN, SWEEPS, SURVIVORS, seconds)
     fitting = [plan for plan in environment.shardings() if plan is not None and cost.problem.fits(plan)]
     return sorted(dict.fromkeys(fitting), key=cost.overall_ms)[:STARTS]

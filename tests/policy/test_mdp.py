@@ -170,3 +170,10 @@ def test_starts_come_cheapest_first_and_are_given_up_when_late() -> None:
     assert 0 < len(starts) <= STARTS
     costs = [cost.overall_ms(start) for start in starts]
     assert costs == sorted(costs)
+
+
+def test_large_problems_get_fewer_roll_outs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = sharding_cost(8, 3)
+    monkeypatch.setattr("dreamshard_planner.policy.network.BREADTH", 1)
+    (alone,) = roll_out(prior_policy(), task_of(cost), 1).shardings()
+    assert starts_of(cost, prior_policy()) == [alone]
