@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Predicted costs of the policy's roll-outs as plans, and of searches from them, over the full search.
 
-    python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20 --costs roofline,network,torchrec
+    python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20 --costs roofline,network
 
     level       the best level start
     greedy      one greedy roll-out of the policy that ships
@@ -12,7 +12,7 @@
     search      the same with all of them: what the planner does, which the others are compared with
     without     the search without the policy
 
-Costs are bandwidths of GPUs, the network of CPUs that ships, or TorchRec's estimates for GPUs. Tables are drawn by
+Costs are bandwidths of GPUs, or the network of CPUs that ships. Tables are drawn by
 seeds that no training has seen. Seconds are of processor time on one thread.
 """
 
@@ -46,7 +46,7 @@ from dreamshard_planner.workload.pools import meta_like
 BATCH_SIZE = 2048
 FIRST_SEED = 7_000
 GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
-COSTS = ("roofline", "network", "torchrec")
+COSTS = ("roofline", "network")
 KINDS = ("level", "greedy", "starts", "first", "whole", "third", "search", "without")
 
 
