@@ -150,8 +150,6 @@ def _data_type(saved: SavedPlan, name: str) -> Any:
 def _machine(saved: SavedPlan) -> Machine:
     """Return the machine with all ranks, in 2D parallelism of all sharding groups."""
     topology: TopologyInputs = saved.inputs.topology
-    if topology.collective_bandwidths:
-        raise PlanError(f"{saved.name}: bandwidths of single collectives are read no more: plan again without them")
     if topology.all_ranks % topology.on_host:
         raise PlanError(f"{saved.name}: {topology.all_ranks} ranks do not fill hosts of {topology.on_host}")
     memory = min(topology.memory_bytes[topology.own_memory])
@@ -159,7 +157,9 @@ def _machine(saved: SavedPlan) -> Machine:
     speed, to_host = rate[topology.own_memory], rate["HBM to DDR"]
     gpu = next(map(gpu_of, topology.cards), None)
     own = None if gpu is None else GPUS[gpu]
-    within, between = rate["within hosts"], rate["between hosts"]
+    # Bandwidths of single collectives replace these two.
+    links = {} if topology.collective_bandwidths else rate
+    within, between = links.get("within hosts"), links.get("between hosts")
     ranks = sorted((rank, place) for place in range(topology.world_size) for rank in topology.replicas(place))
     return Machine(
         ranks_per_host=topology.on_host,

@@ -20,6 +20,8 @@ from torchrec.distributed.planner.constants import (
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
+    CollectiveType,
+    GeneralizedCommsBandwidth,
     ParameterConstraints,
     ShardingOption,
     StorageReservation,
@@ -206,16 +208,8 @@ def topology_inputs(
         topology: of one sharding group.
         all_ranks: the topology of all sharding groups, if there are several.
         groups: the sharding groups, if there are several.
-
-    Raises:
-        PlanError: the topology has bandwidths of single collectives, which plan files do not hold.
     """
-    world, links = all_ranks or topology, type(topology.comms_bandwidths)
-    if links is not BasicCommsBandwidths:
-        raise PlanError(
-            f"plan files hold one bandwidth within hosts and one between them, and the topology has {links.__name__}: "
-            "give Topology intra_host_bw and inter_host_bw instead"
-        )
+    world, links = all_ranks or topology, topology.comms_bandwidths
     return TopologyInputs(
         compute_device=topology.compute_device,
         world_size=topology.world_size,
@@ -230,6 +224,7 @@ def topology_inputs(
         multipliers={
             name: value for name, default in MULTIPLIERS.items() if (value := float(getattr(topology, name))) != default
         },
+        collective_bandwidths={} if type(links) is BasicCommsBandwidths else _collective_bandwidths(topology),
         cards=tuple(card for card in cards_of(topology) if card != UNKNOWN_CARD),
     )
 
@@ -239,7 +234,51 @@ def topology_arguments(inputs: TopologyInputs) -> dict[str, Any]:
     arguments: dict[str, Any] = {BANDWIDTHS[name].rpartition(".")[2]: rate for name, rate in inputs.bandwidths.items()}
     if inputs.pod_size > 1:
         arguments["pod_size"] = inputs.pod_size
+    if inputs.collective_bandwidths:
+        arguments["generalized_comms_bandwidths"] = SavedBandwidths(inputs)
     return arguments | inputs.multipliers
+
+
+class SavedBandwidths(GeneralizedCommsBandwidth):
+    """Bandwidths of collectives from a plan's file."""
+
+    def __init__(self, inputs: TopologyInputs) -> None:
+        self._known = inputs
+
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        """Return bytes per millisecond; raise PlanError if the file has none for this collective."""
+        name = _collective(collective_type, world_size, local_world_size)
+        if name not in self._known.collective_bandwidths:
+            raise PlanError(
+                f"the plan's file has no bandwidth of {name}: its own are of {self._known}. Plan in Python, with the "
+                "GeneralizedCommsBandwidth of these ranks in the topology"
+            )
+        return self._known.collective_bandwidths[name]
+
+    @property
+    def intra_host_bw(self) -> float:
+        """Bytes per millisecond within hosts."""
+        return self._known.bandwidths["within hosts"]
+
+    @property
+    def inter_host_bw(self) -> float:
+        """Bytes per millisecond between hosts."""
+        return self._known.bandwidths["between hosts"]
+
+
+def _collective_bandwidths(topology: Topology) -> dict[str, float]:
+    """Return the bandwidths that TorchRec's estimator asks for: over all ranks, within and between pods."""
+    world, host, pod = topology.world_size, topology.local_world_size, topology.intra_group_size
+    groups = {(world, host), (world, pod), (pod, min(pod, host)), (pod, pod), (max(1, world // pod), 1)}
+    return {
+        _collective(kind, ranks, on_host): float(topology.comms_bandwidths.get_bw(on_host, ranks, kind))
+        for kind in CollectiveType
+        for ranks, on_host in sorted(groups)
+    }
+
+
+def _collective(kind: CollectiveType, ranks: int, on_host: int) -> str:
+    return f"{kind.value} of {ranks} ranks, {on_host} on a host"
 
 
 def plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torchrec.distributed.planner.constants import DDR_CAP, POOLING_FACTOR
@@ -18,6 +18,7 @@ from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.search_space.replica_rules import DENSE_KERNELS
 from dreamshard_planner.search_space.sharding_types import DENSE, in_host_memory, inexact
 from dreamshard_planner.support.formatting import first_of, size_in_words
+from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -36,6 +37,7 @@ def assumptions(context: PlanRater, plan: Sequence[ShardingOption], settings: Pl
         *_lookups(context, plan, settings),
         *_popularity(context, plan),
         *_batch_size(plan, settings.given_batch_size),
+        *_samples(context, plan, settings),
         *_host_memory(context.topology, plan),
     )
 
@@ -104,6 +106,26 @@ def _batch_size(plan: Sequence[ShardingOption], given: int | None) -> tuple[Note
     batch_size = plan[0].batch_size
     text = f"a local batch of {batch_size} samples is assumed, TorchRec's default: costs are nearly proportional to it"
     return (Note("assumption", text, {"batch_size": float(batch_size)}),)
+
+
+def _samples(context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings) -> tuple[Note, ...]:
+    """Return a note on features that were counted in smaller batches than others of their module."""
+    statistics: Mapping[str, FeatureStatistics] = settings.statistics or {}
+    known: dict[str, dict[str, FeatureStatistics]] = {}
+    told: set[str] = set()
+    for option in plan:
+        features, given = context.reader.declared(option).features, (settings.constraints or {}).get(option.name)
+        known.setdefault(option.path, {}).update((name, statistics[name]) for name in features if name in statistics)
+        told.update(features if given is not None and given.batch_sizes else ())
+    names = sorted({name for of_module in known.values() for name in in_smaller_batches(of_module)} - told)
+    if not names:
+        return ()
+    text = (
+        f"batches of {plan[0].batch_size:,} samples are assumed for every feature, and {len(names)} of them "
+        f"({first_of(names, NAMED)}) were counted in smaller batches than others of their module: where batches vary "
+        "by feature, batch_sizes of constraints tell"
+    )
+    return (Note("assumption", text, {"features": float(len(names))}),)
 
 
 def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:

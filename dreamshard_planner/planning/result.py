@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -21,15 +21,19 @@ from dreamshard_planner.planning.search_plan import BASELINE, torchrec_plan
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.plans.stale import differences
-from dreamshard_planner.search.search import SearchResult
+from dreamshard_planner.search.search import SearchResult, search
 from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.enumeration import sharding_only
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs, refused
-from dreamshard_planner.search_space.sharding_types import TW
+from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs, refused, same_option
+from dreamshard_planner.search_space.sharding_types import TW, memory_of
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
+FIGURE_EFFORT = 0.1
+"""Candidates of the search for a figure, as a share of the plan's."""
+NOTHING = 1e-3
+"""Share of a cost below which a gain is not reported."""
 MAX_SHARDS = 4_000
 """Tables times ranks up to which reports have TorchRec's plan over all options, which takes seconds beyond."""
 
@@ -153,17 +157,94 @@ def _model_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[N
 @neutral()
 @torch.no_grad()
 def _exact_training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> list[Note]:
-    """Return a note on the options that exact training excludes, with the cost of TorchRec's plan over all options of
-    smaller models."""
-    context, opened = _wider_space(model, exact_training=False)
-    if not opened:
+    """Return notes on the options that exact training excludes from the search for a plan with ranks."""
+    wider = _WiderSpace.of(model, exact_training=False)
+    if not wider.opened:
         return []
-    text = f"exact training leaves out {_in_words(opened)} (exact_training=False allows it)"
+    with single_thread():
+        return [*_forced_out(model, wider, plan), _left_out(model, wider, plan)]
+
+
+@dataclass(frozen=True)
+class _WiderSpace:
+    """The options of a model under other settings."""
+
+    model: ModelProblem
+    context: PlanRater
+    """Rates options within the wider constraints."""
+    opened: Mapping[str, set[str]]
+    """Sharding types that only this space has, by table name."""
+
+    @classmethod
+    def of(cls, model: ModelProblem, **settings: Any) -> _WiderSpace:
+        """Widen the options of a model by changed settings."""
+        changed = replace(model.settings, **settings)
+        constraints = planned_constraints(changed, model.ranks, model.skeleton, model.sharders, model.legal)
+        exact = {name: set(constraint.sharding_types or ()) for name, constraint in model.constraints.items()}
+        opened = {
+            name: types
+            for name, constraint in constraints.items()
+            if (types := set(constraint.sharding_types or ()) - exact.get(name, set()))
+        }
+        return cls(model, replace(model.context, constraints=constraints), opened)
+
+    def enumerated(self, names: Collection[str]) -> list[ShardingOption]:
+        """Return the options of the tables with these names."""
+        module, given = self.model.skeleton, self.model.sharders
+        tables = frozenset((id(t.module), t.name) for t in shardable_tables(module, given) if t.name in names)
+        sharders = [sharding_only(tables, sharder) for sharder in given]
+        enumerator = self.context.enumerator(self.model.settings.batch_size)
+        return self.context.usable_options(enumerator.enumerate(module, sharders))
+
+    def opened_in_words(self) -> str:
+        """Return the types that only this space has, with their number of tables."""
+        return _counted(sorted(Counter(chain.from_iterable(self.opened.values())).items()))
+
+
+def _counted(types: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{kind} for {count} table(s)" for kind, count in types)
+
+
+def _forced_out(model: ModelProblem, wider: _WiderSpace, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Return a note on tables that only exact training keeps out of device memory, if there are any.
+
+    A short search from the plan lets these tables take the options that exact training excludes.
+    """
+    outside = {fqn_of(option) for option in plan if memory_of(option.compute_kernel) != "device"}
+    named = {option.name for option in plan if fqn_of(option) in outside and option.name in wider.opened}
+    if model.ranks.topology.compute_device == "cpu" or not named:
+        return ()
+    options = [option for option in wider.enumerated(named) if fqn_of(option) in outside]
+    offered = by_table(options)
+    options += [one for one in plan if not any(same_option(one, other) for other in offered.get(fqn_of(one), ()))]
+    read = wider.context.read(options, model.left)
+    cost, start, settings = wider.context.cost(read), read.sharding(plan), model.settings
+    found = search(cost, [start], settings.search.times(FIGURE_EFFORT), settings.seed, settings.seconds)
+    exact_ms = cost.overall_ms(start)
+    if found is None or not found.overall_ms < exact_ms * (1 - NOTHING):
+        return ()
+    inside = [
+        choices[index].sharding_type
+        for name, choices, index in zip(read.problem.names, read.problem.tables, found.sharding.options, strict=True)
+        if name in outside and memory_of(choices[index].kernel) == "device"
+    ]
+    if not inside:
+        return ()
+    lost_ms = exact_ms - found.overall_ms
+    text = (
+        f"Exact training keeps {len(inside)} table(s) out of device memory, which is predicted to cost {lost_ms:.3f} "
+        f"of {exact_ms:.3f} ms. With exact_training=False they would fit: {_counted(Counter(inside).most_common())}"
+    )
+    return (Note("forced_out", text, {"tables": len(inside), "lost_ms": lost_ms}),)
+
+
+def _left_out(model: ModelProblem, wider: _WiderSpace, plan: Sequence[ShardingOption]) -> Note:
+    """Return a note on the excluded options, with the cost of TorchRec's plan over all options of smaller models."""
+    text = f"exact training leaves out {wider.opened_in_words()} (exact_training=False allows it)"
     figures = {}
     if len(plan) * model.left.world_size <= MAX_SHARDS:
-        with single_thread():
-            figures["exact_ms"] = exact_ms = context.rated(plan).total_ms
-            theirs_ms = _torchrec_ms(model, context, opened, plan)
+        figures["exact_ms"] = exact_ms = wider.context.rated(plan).total_ms
+        theirs_ms = _torchrec_ms(model, wider, plan)
         if theirs_ms is None:
             text += ": TorchRec's plan over all options is not found"
         else:
@@ -173,44 +254,17 @@ def _exact_training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -
                 f"({factor:.3f} times)"
             )
             figures["torchrec_ms"] = theirs_ms
-    _, attached = _wider_space(model, optimizers_attached=True)
-    if attached:
-        text += f"; optimizers_attached=True allows {_in_words(attached)} and trains exactly"
-    return [Note("beyond_exact_training", text, figures)]
+    attached = _WiderSpace.of(model, optimizers_attached=True)
+    if attached.opened:
+        text += f"; optimizers_attached=True allows {attached.opened_in_words()} and trains exactly"
+    return Note("beyond_exact_training", text, figures)
 
 
-def _wider_space(model: ModelProblem, **settings: Any) -> tuple[PlanRater, dict[str, set[str]]]:
-    """Return a rater under changed settings, and the sharding types that only these allow, by table name."""
-    changed = replace(model.settings, **settings)
-    constraints = planned_constraints(changed, model.ranks, model.skeleton, model.sharders, model.legal)
-    exact = {name: set(constraint.sharding_types or ()) for name, constraint in model.constraints.items()}
-    types = {name: set(one.sharding_types or ()) - exact.get(name, set()) for name, one in constraints.items()}
-    return replace(model.context, constraints=constraints), {name: more for name, more in types.items() if more}
-
-
-def _in_words(opened: Mapping[str, set[str]]) -> str:
-    """Return sharding types with their number of tables."""
-    counts = Counter(chain.from_iterable(opened.values()))
-    return ", ".join(f"{kind} for {count} table(s)" for kind, count in sorted(counts.items()))
-
-
-def _torchrec_ms(
-    model: ModelProblem, context: PlanRater, opened: Collection[str], plan: Sequence[ShardingOption]
-) -> float | None:
-    """Return the predicted milliseconds of TorchRec's plan over all options; None if there is none.
-
-    Args:
-        model: whose own options exclude some.
-        context: rates all options.
-        opened: names of the tables with excluded options.
-        plan: the exact plan.
-    """
-    tables = shardable_tables(model.skeleton, model.sharders)
-    asked = frozenset((id(table.module), table.name) for table in tables if table.name in opened)
-    sharders = [sharding_only(asked, sharder) for sharder in model.sharders]
-    enumerated = context.enumerator(model.settings.batch_size).enumerate(model.skeleton, sharders)
-    searched = model.context.searched_options(model.search_space)
-    options = [option for option in searched if option.name not in opened] + context.usable_options(enumerated)
+def _torchrec_ms(model: ModelProblem, wider: _WiderSpace, plan: Sequence[ShardingOption]) -> float | None:
+    """Return the predicted milliseconds of TorchRec's plan over all options; None if there is none."""
+    context, searched = wider.context, model.context.searched_options(model.search_space)
+    options = [option for option in searched if option.name not in wider.opened]
+    options += wider.enumerated(set(wider.opened))
     if not any(map(context.is_guess, plan)):
         options = context.certain_options(options)
     order = {fqn: index for index, fqn in enumerate(by_table(searched))}

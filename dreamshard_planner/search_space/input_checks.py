@@ -7,7 +7,7 @@ Shapes: S shards, D devices, M limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -22,15 +22,24 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
+    output_type,
     shardable_tables,
     table_configs,
 )
 from dreamshard_planner.search_space.options import counted, fqn_of, lacks_room, refused
+from dreamshard_planner.search_space.sharding_types import (
+    CPU_OPTIMIZERS,
+    CPU_OUTPUTS,
+    CPU_WEIGHTS,
+    SHARDING_TYPES,
+)
 from dreamshard_planner.support.formatting import some_of
+from dreamshard_planner.torchrec_components.compat import optimizer_name
 from dreamshard_planner.workload.statistics import TableStatistics
 
 MAX_BYTES = 2**60
@@ -242,6 +251,8 @@ def doubtful_inputs(
                 f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}, such as "
                 f"{-(-dim // DIM_STEP) * DIM_STEP}"
             )
+        if compute_device == "cpu":
+            found += _unrunnable_on_cpu(table, (constraints or {}).get(table.name, ParameterConstraints()))
         if dim > MAX_MEANT_DIM:
             found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
         counted = {} if statistics is None or table.owner.remaps_ids else statistics
@@ -253,3 +264,35 @@ def doubtful_inputs(
                     f"{ids.end - 1:,}: they may be of another table, or FBGEMM reads row 0 instead"
                 )
     return tuple(found)
+
+
+def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) -> Iterator[str]:
+    """Tell why FBGEMM's CPU kernels cannot train a table under its constraint."""
+    if not table.parameter.is_floating_point():
+        return
+    declared = getattr(table.config, "data_type", None)  # a collection holds bfloat16 tables as float16 until sharded
+    dtype = table.parameter.dtype if declared is None else data_type_to_dtype(declared)
+    weights, known = str(dtype).removeprefix("torch."), ", ".join(CPU_OPTIMIZERS)
+    if weights not in CPU_WEIGHTS:
+        yield (
+            f"table {table.fqn!r} has weights of {weights}, and FBGEMM's CPU kernels train "
+            f"{' and '.join(CPU_WEIGHTS)}: set data_type in its config, or train it on GPUs"
+        )
+    types = constraint.sharding_types
+    if types and all(kind in SHARDING_TYPES and SHARDING_TYPES[kind].is_replicated for kind in types):
+        return  # without fused kernels
+    params = table.owner.fused_params(constraint.output_dtype)
+    output = str(output_type(params)).removeprefix("torch.")
+    if output not in CPU_OUTPUTS:
+        yield (
+            f"table {table.fqn!r} has outputs of {output}, and FBGEMM's fused kernels on CPUs give "
+            f"{' and '.join(CPU_OUTPUTS)}: leave output_dtype out of its constraint and its sharder's fused_params, or "
+            "train it on GPUs"
+        )
+    optimizer = optimizer_name(table.parameter, params)
+    if optimizer not in CPU_OPTIMIZERS:
+        yield (
+            f"table {table.fqn!r} has the in-backward optimizer {optimizer}, and FBGEMM's CPU kernels have {known}: "
+            "DistributedModelParallel would end in an AssertionError. Apply one of these, or train it on "
+            "GPUs"
+        )

@@ -44,6 +44,12 @@ KERNELS = {
     "quant_uvm": Kernel("uvm", serves=True),
 }
 FUSED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.dense and not kernel.serves)
+CPU_OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_rowwise_adagrad", "emainplace_rowwise_adagrad")
+"""In-backward optimizers of FBGEMM's CPU kernels, seen by running all of FBGEMM 1.8; others fail in an assertion."""
+CPU_WEIGHTS = ("float32", "float16")
+"""Weight types that FBGEMM trains on CPUs; others fail in the first step."""
+CPU_OUTPUTS = ("float32", "float16")
+"""Output types of FBGEMM's fused kernels on CPUs; others fail in the first step."""
 SERVING_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.serves)
 
 

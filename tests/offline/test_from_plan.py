@@ -111,6 +111,7 @@ OTHER = {
     ),
     "weighted_feature_bwd_compute_multiplier": 2.5,
     "uneven_sharding_perf_multiplier": 1.5,
+    "generalized_comms_bandwidths": SlowRings(),
 }
 """Another value of each argument of TorchRec's topology that a plan or its cost depends on."""
 BASE = {"world_size": 8, "compute_device": "cuda", "local_world_size": 4, "hbm_cap": 10**9}
@@ -118,11 +119,7 @@ BASE = {"world_size": 8, "compute_device": "cuda", "local_world_size": 4, "hbm_c
 
 def test_no_argument_of_a_topology_is_forgotten() -> None:
     arguments = inspect.signature(Topology.__init__).parameters.keys()
-    assert arguments - OTHER.keys() - {"created_by_factory", "generalized_comms_bandwidths"} == {
-        "self",
-        "world_size",
-        "compute_device",
-    }
+    assert arguments - OTHER.keys() - {"created_by_factory"} == {"self", "world_size", "compute_device"}
 
 
 @pytest.mark.parametrize("argument", OTHER)
@@ -143,9 +140,17 @@ def test_each_argument_of_a_topology_comes_back_from_a_plan(argument: str) -> No
     assert other.hash_planner_context_inputs_str() == made.hash_planner_context_inputs_str()
 
 
-def test_bandwidths_of_single_collectives_are_not_saved() -> None:
-    with pytest.raises(PlanError, match="the topology has SlowRings: give Topology intra_host_bw"):
-        saved_of(model(), None, Topology(**BASE, generalized_comms_bandwidths=SlowRings()))
+def test_collectives_of_other_ranks_than_the_file_tells_are_refused() -> None:
+    topology = Topology(**BASE, generalized_comms_bandwidths=SlowRings())
+    job = job_of(saved_of(model(), None, topology))
+    with pytest.raises(PlanError, match="no bandwidth of .* of . ranks, 1 on a host: its own are of 8 cuda"):
+        replace(job, machine=replace(job.machine, ranks_per_host=1, hosts=3)).plan()
+    assert (
+        replace(job, machine=replace(job.machine, ranks_per_host=1, hosts=3, inter_bytes_per_s=3e11))
+        .plan()
+        .report.chosen.total_ms
+        > 0
+    )
 
 
 def test_pods_count_in_what_a_plan_costs_and_in_what_it_fits() -> None:

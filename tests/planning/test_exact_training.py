@@ -5,16 +5,55 @@ from __future__ import annotations
 
 import pytest
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import DreamShardPlanner
-from tests.small_models import collection, table
+from dreamshard_planner.planning import result
+from dreamshard_planner.plans.report import Report
+from tests.small_models import MB, collection, table
 
 SHARDERS = [EmbeddingBagCollectionSharder()]
+
+
+def report_on(memory_mb: int, **arguments) -> Report:
+    """On three tables of 61 MB on two GPUs. They are mean-pooled, hence in no blocks of rows."""
+    model = collection(*(table(f"t{i}", 125_000, 128, pooling=PoolingType.MEAN) for i in range(3)))
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    made = DreamShardPlanner(
+        topology=Topology(2, "cuda", hbm_cap=memory_mb * MB, ddr_cap=2**36),
+        batch_size=1024,
+        constraints={f"t{i}": ParameterConstraints(min_partition=64, pooling_factors=[50.0]) for i in range(3)},
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        stats=[],
+        debug=False,
+        **arguments,
+    )
+    made.plan(model, SHARDERS)
+    return made.report()
+
+
+def test_tables_that_exact_training_keeps_out_of_device_memory_come_first() -> None:
+    report = report_on(110)
+    assert [entry.kernel for entry in report.tables if entry.kernel != "fused"]
+    first, second = str(report).splitlines()[:2]
+    (note,) = [note for note in report.notes if note.code == "forced_out"]
+    assert first == f"{note}." and second.startswith("Predicted: ")
+    free = report_on(110, exact_training=False)
+    assert all(entry.kernel == "fused" for entry in free.tables)
+    assert 0 < note.figures["lost_ms"] <= report.chosen.total_ms - free.chosen.total_ms + 1e-3
+    lost = f"{note.figures['lost_ms']:.3f} of {report.chosen.total_ms:.3f} ms"
+    assert first.startswith(f"Exact training keeps 1 table(s) out of device memory, which is predicted to cost {lost}")
+
+
+@pytest.mark.parametrize("arguments", [{"memory_mb": 200}, {"memory_mb": 110, "exact_training": False}])
+def test_nothing_is_said_of_tables_that_exact_training_does_not_move(arguments) -> None:
+    report = report_on(**arguments)
+    assert not [note for note in report.notes if note.code == "forced_out"]
+    assert str(report).startswith("Predicted: ")
 
 
 @pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
@@ -36,3 +75,13 @@ def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
     assert note.figures["torchrec_ms"] == pytest.approx(made.predict(theirs).total_ms, rel=1e-6)
     assert note.figures["exact_ms"] == pytest.approx(made.report().chosen.total_ms, rel=1e-6)
     assert f"predicted at {note.figures['torchrec_ms']:.3f} ms" in str(made.report())
+
+
+def test_large_models_have_no_prediction_of_torchrecs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result, "MAX_SHARDS", 1)
+    model = collection(table("a", 200, 64), table("b", 300, 64))
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    made = DreamShardPlanner(topology=Topology(2, "cuda"), batch_size=64, effort="quick", debug=False, stats=[])
+    made.plan(model, SHARDERS)
+    (note,) = [note for note in made.report().notes if note.code == "beyond_exact_training"]
+    assert "exact training leaves out" in note.text and "TorchRec's plan" not in note.text and not note.figures

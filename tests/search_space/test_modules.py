@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
@@ -23,9 +30,11 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner.search_space.input_checks import doubtful_inputs
 from dreamshard_planner.search_space.modules import exchange_codecs, without_weights
+from dreamshard_planner.search_space.sharding_types import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS
 from dreamshard_planner.torchrec_components.compat import sharder_of_tables
 from tests.counted import counted
 
@@ -126,3 +135,62 @@ def test_embedding_modules_without_a_sharder_are_named_in_the_report() -> None:
     made.plan(model, SHARDERS)
     told = [note.text for note in made.report().notes if note.code == "unused"]
     assert told == ["2 embedding module(s) have no sharder and are not in the plan: 'positions', 'words.0'"]
+
+
+def test_features_without_names_are_told_by_their_table() -> None:
+    model = nn.ModuleDict({"one": nn.EmbeddingBag(100, 16, mode="sum", device="meta")})
+    made = planner()
+    made.plan(model, [EmbeddingBagSharder()])
+    (told,) = [note.text for note in made.report().notes if "one lookup per sample" in note.text]
+    assert "1 of 1 features (of table 'one.weight')" in told
+
+
+@pytest.mark.parametrize(
+    "optimizer, data_type, says",
+    [
+        (torch.optim.Adam, DataType.FP32, "in-backward optimizer adam, and FBGEMM's CPU kernels have exact_sgd"),
+        (torch.optim.SGD, DataType.BF16, "weights of bfloat16, and FBGEMM's CPU kernels train float32 and float16"),
+        (torch.optim.Adagrad, DataType.FP16, None),
+    ],
+)
+def test_tables_that_cpu_kernels_cannot_train_are_warned_of(
+    optimizer: type, data_type: DataType, says: str | None
+) -> None:
+    model = collection(table("t", data_type=data_type))
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    assert doubtful_inputs(model, SHARDERS, None, "cuda") == ()
+    doubts = doubtful_inputs(model, SHARDERS, None, "cpu")
+    assert len(doubts) == (says is not None)
+    assert all("table 't' has" in doubt and str(says) in doubt for doubt in doubts)
+    replicated = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
+    assert len(doubtful_inputs(model, SHARDERS, None, "cpu", replicated)) == (data_type is DataType.BF16)
+
+
+def test_facts_on_cpu_kernels_are_those_of_this_fbgemm() -> None:
+    def trains(**arguments: Any) -> bool:
+        try:
+            made = SplitTableBatchedEmbeddingBagsCodegen(
+                [(8, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)], **arguments
+            )
+            made(torch.tensor([0, 1]), torch.tensor([0, 2])).sum().backward()
+        except (AssertionError, NotImplementedError):
+            return False
+        return True
+
+    assert {one.name.lower() for one in EmbOptimType if trains(optimizer=one)} == set(CPU_OPTIMIZERS)
+    types = [one for one in SparseType if one in (SparseType.FP32, SparseType.FP16, SparseType.BF16)]
+    trained = {str(one.as_dtype()).removeprefix("torch.") for one in types if trains(weights_precision=one)}
+    assert trained == set(CPU_WEIGHTS)
+    put_out = {str(one.as_dtype()).removeprefix("torch.") for one in types if trains(output_dtype=one)}
+    assert put_out == set(CPU_OUTPUTS)
+
+
+@pytest.mark.parametrize("by_sharder", [True, False])
+def test_outputs_that_cpu_kernels_cannot_give_are_warned_of(by_sharder: bool) -> None:
+    model = collection(table("t"))
+    params = {"output_dtype": SparseType.BF16 if by_sharder else SparseType.FP16}
+    sharders = [EmbeddingBagCollectionSharder(fused_params=params)]
+    constraints = {} if by_sharder else {"t": ParameterConstraints(output_dtype=DataType.BF16)}
+    assert doubtful_inputs(model, sharders, None, "cuda", constraints) == ()
+    (doubt,) = doubtful_inputs(model, sharders, None, "cpu", constraints)
+    assert "table 't' has outputs of bfloat16, and FBGEMM's fused kernels on CPUs give float32 and float16" in doubt
