@@ -123,7 +123,7 @@ check: .venv-check/installed .venv-docs/installed $(STAMP)
 	.venv-check/bin/ruff format --check --quiet
 	.venv-check/bin/mypy
 	.venv-docs/bin/mkdocs build --strict
-	$(BIN)/python -m pytest -q tests/test_docs.py -k "links or reference"
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_prose.py -k "links or reference or prose or start_with"
 
 clean:
 	rm -rf .venv .venv-docs .venv-check .matrix .mypy_cache .ruff_cache .pytest_cache *.egg-info demo.html site

@@ -46,7 +46,7 @@ def planner(**arguments) -> DreamShardPlanner:
 
 
 def rater(topology: Topology, constraints: dict[str, ParameterConstraints] | None = None, **arguments) -> PlanRater:
-    """What rates options that no planner has enumerated."""
+    """Return a rater of options that no planner has enumerated."""
     return PlanRater(topology, OptionReader(constraints), resolve_for(topology, "auto"), **arguments)
 
 

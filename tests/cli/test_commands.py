@@ -428,7 +428,7 @@ def test_calibration_reads_tables_as_they_and_statistics_say(
     source: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Begun(Exception):
-        """Of the measuring."""
+        """Says that measuring began."""
 
     def calibrate(*_given: Any, tables: list[Table], **_options: Any) -> None:
         raise Begun({table.name.rpartition(".")[2]: table.features for table in tables})

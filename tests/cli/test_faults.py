@@ -33,7 +33,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(command: str, folder: Path, given: Path) -> list[str]:
-    """Of a run that takes minutes, or more."""
+    """Arguments of a run that takes minutes, or more."""
     sets = str(given / "sets.npz")
     return {
         "collect": ["--out", str(folder / "x.npz"), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2",

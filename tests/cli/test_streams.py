@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What commands write to stdout and stderr, in processes of their own, as users run them."""
+"""Commands write to stdout and stderr, in processes of their own, as users run them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Training:
     way: str = "plain"
     dedup: bool = False
     divides: bool = True
-    """Whether gradients are averaged over ranks, not summed."""
+    """True if gradients are averaged over ranks, not summed."""
     half: bool = False
     """With float16 weights."""
 

@@ -98,7 +98,7 @@ KINDS = ["row_wise", "table_row_wise", "column_wise", *["table_wise"] * 7]
 NAMES = (3, 2, 0, 1)
 """Hosts change places, and so do the ranks of one of them."""
 LOOKUPS = 50_000.0
-"""Of a sample: so many that each rank has some table."""
+"""Lookups per sample: so many that each rank has some table."""
 
 
 def spanning(**given) -> SavedPlan:

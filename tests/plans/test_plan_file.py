@@ -94,7 +94,7 @@ def test_a_plan_s_document_is_all_that_the_plan_holds(made: tuple[DreamShardPlan
 
 
 def test_entries_of_earlier_versions_are_dropped(file: Path) -> None:
-    """Those of a plan's own file, and of the plan in an observation's."""
+    """Entries of a plan's own file, and of the plan in an observation's."""
 
     def as_before(plan: dict[str, Any]) -> None:
         chosen = plan["predicted"]["chosen"]

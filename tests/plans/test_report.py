@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What reports say of a plan: which one, what it costs, by which source, and why there is none."""
+"""Reports of a plan say which one it is, what it costs, by which source, and why there is none."""
 
 from __future__ import annotations
 
