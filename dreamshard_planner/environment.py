@@ -109,7 +109,7 @@ def untried(library: Library) -> str:
 
 
 def problems() -> list[str]:
-    """Of all libraries, as sentences; without importing any."""
+    """Return the problems of all libraries, as sentences; without importing any."""
     found = []
     for library in LIBRARIES:
         if not _is_there(library.module):

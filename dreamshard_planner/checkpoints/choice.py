@@ -134,7 +134,7 @@ def measured(compute_device: str, threads: int, card: str | None) -> Checkpoint:
     here = card or hardware_here(compute_device)  # may ask for the card, which starts CUDA
 
     def fit(path: Path) -> tuple[float, int, str]:
-        """Of several files the nearest in threads, which count on CPUs, then the newest."""
+        """Rank a file: the nearest in threads, which count on CPUs, then the newest."""
         measured = alike[path].get("threads", 1) if compute_device == "cpu" else threads
         return -abs(math.log(measured / threads)), path.stat().st_mtime_ns, path.name
 

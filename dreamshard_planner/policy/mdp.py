@@ -65,7 +65,7 @@ NOTHING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """How one sweep weighs heights."""
+    """Weights of heights in one sweep."""
 
     doublings: int
     """Doublings of the exponent of the power mean: 3 for the exponent 8."""
@@ -87,16 +87,16 @@ class TableActions:
     """Part that each rank would get of an option's first unit."""
     group_O: np.ndarray
     collective_OJ: np.ndarray
-    """Those that an option sends in; C, which has no bytes, where padded."""
+    """Collectives that an option sends in; C, which has no bytes, where padded."""
     type_O: np.ndarray
     level: float
-    """What the cheapest option adds to the level height."""
+    """Height that the cheapest option adds to the level height."""
     described_OY: np.ndarray
-    """What the options are, [O, DESCRIBED]."""
+    """Facts on each option, [O, DESCRIBED]."""
 
     @cached_property
     def alike_O(self) -> np.ndarray:
-        """Whether all units of an option have the same parts."""
+        """True if all units of an option have the same parts."""
         return np.array([bool((part_UL == part_UL[0]).all()) for part_UL in self.parts])
 
     @cached_property
@@ -127,17 +127,17 @@ class ShardingTask:
         per_byte_C = (forward_C + backward_C).numpy() / self.level_ms
         start_up = [sum(model.latency_ms for model in each.passes if model.world_size > 1) for each in collectives]
         self.start_up_C = np.array([*start_up, 0.0]) / self.level_ms
-        """What each collective takes to start; and nothing, for padding."""
+        """Height that each collective takes to start; 0 for padding."""
         self.sent_PC = np.pad(problem.bytes_PC.numpy() * per_byte_C, ((0, 0), (0, 1)))
-        """What each part adds to the height of its rank in each collective; and nothing, for padding."""
+        """Height that each part adds to its rank in each collective; 0 for padding."""
         self._kept_TO = self._kept(types)
         total_TO = np.where(self._kept_TO, asked.total_ms_TO, np.inf)
         self._order_T = np.argsort(-total_TO.min(1), kind="stable")
         cheapest_T = total_TO.min(1)[self._order_T]
         self.share_T = cheapest_T / max(1e-30, cheapest_T.sum())
-        """Of the cost of all tables, in the order in which they are sharded."""
+        """Share of the cost of all tables, in the order in which they are sharded."""
         self.left_T = 1 - np.concatenate([[0.0], self.share_T.cumsum()[:-1]])
-        """The same of each table and all that follow."""
+        """Share of each table and all that follow."""
         self._ahead_TNY = self._ahead(total_TO[self._order_T])
         most_M = np.where(self._kept_TO[..., None], asked.needs_TOM, 0.0).max(1).sum(0)
         self.scarce_M = np.flatnonzero(most_M > problem.limits_DM.numpy().min(0))
@@ -168,7 +168,7 @@ class ShardingTask:
             fast_TO = kept_TO & ~is_host_TO
             kept_TO = np.where(fast_TO.any(1, keepdims=True), fast_TO, kept_TO)
         self.may_be_played = bool(kept_TO.any(1).all())
-        """Whether every table has an option of these whose units find ranks of their own."""
+        """True if every table has an option of these whose units find ranks of their own."""
         return np.where(kept_TO.any(1, keepdims=True), kept_TO, finite_TO)
 
     def _ahead(self, total_TO: np.ndarray) -> np.ndarray:
@@ -277,7 +277,7 @@ class EstimatedMDP:
         self.group_EGD = np.zeros((episodes, problem.num_groups, ranks))
         """Height of each fused group."""
         self.height_ERD = np.zeros((episodes, 1 + task.sent_PC.shape[1], ranks))
-        """Of compute, of every collective, and of none."""
+        """Heights of compute, of every collective, and of none."""
         self.free_EDM = np.repeat(limits_DM[None], episodes, 0)
         self.alive_E = np.ones(episodes, dtype=bool)
         self._laid: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
@@ -296,12 +296,14 @@ class EstimatedMDP:
         added_EORD = np.empty_like(before_EORD)
         added_EORD[:, :, 0] = self._after_EOD - self.group_EGD[:, actions.group_O]
         added_EORD[:, :, 1:] = self.task.sent_PC[actions.part_OD[:, None], actions.collective_OJ[..., None]]
-        before_p, after_p = (_powers(values, sweep.doublings) for values in (before_EORD, before_EORD + added_EORD))
+        after_EORD = before_EORD + added_EORD
+        highest_EOR1 = after_EORD.max(-1, keepdims=True).clip(NOTHING)  # powers are of shares of it, at most 1
+        before_p, after_p = (_powers(values / highest_EOR1, sweep.doublings) for values in (before_EORD, after_EORD))
         sum_EOR1 = before_p.sum(-1, keepdims=True) / ranks
-        mean_EOR1 = _roots(sum_EOR1, sweep.doublings)
+        mean_EOR1 = highest_EOR1 * _roots(sum_EOR1, sweep.doublings)
         added_EORN = _over_spans(added_EORD / ranks, actions, 0.0)
         more_EORN = _over_spans((after_p - before_p) / ranks, actions, 0.0)
-        rise_EORN = _roots((sum_EOR1 + more_EORN).clip(0), sweep.doublings) - mean_EOR1
+        rise_EORN = highest_EOR1 * _roots((sum_EOR1 + more_EORN).clip(0), sweep.doublings) - mean_EOR1
         key_EON = (sweep.mean * added_EORN + (1 - sweep.mean) * rise_EORN).sum(2)
         fits_EON, left_EOD = self._room(actions)
         key_EON = np.where(fits_EON, key_EON, np.inf)
@@ -312,7 +314,7 @@ class EstimatedMDP:
         else:
             mean_EOR = (_at(added_EORN, position_EOU) * exists_O1U).sum(-1)
             peak_p = sum_EOR1[..., 0] + (_at(more_EORN, position_EOU) * exists_O1U).sum(-1)
-            peak_EOR = _roots(peak_p.clip(0), sweep.doublings) - mean_EOR1[..., 0]
+            peak_EOR = highest_EOR1[..., 0] * _roots(peak_p.clip(0), sweep.doublings) - mean_EOR1[..., 0]
         self._position_EOU = position_EOU
         unused_EOJ = before_EORD[:, :, 1:].max(-1) <= NOTHING
         rise_EOY = np.stack(
@@ -327,8 +329,8 @@ class EstimatedMDP:
         return Choices(actions, rise_EOY / actions.level, free_EO, legal_EO)
 
     def _room(self, actions: TableActions) -> tuple[np.ndarray, np.ndarray]:
-        """Whether a unit of each option finds room at each position, and the share of each rank's memory that its part
-        would leave where it is scarcest, both [E, O, N]."""
+        """Return whether a unit of each option finds room at each position, and the share of each rank's memory that
+        its part would leave where it is scarcest, both [E, O, N]."""
         shape = (len(self.alive_E), *actions.part_OD.shape)
         if not len(self.task.scarce_M):
             fits_EON = np.ones(shape, dtype=bool)

@@ -59,7 +59,7 @@ NEXT = 10
 
 @dataclass(frozen=True)
 class Seen:
-    """What the policy scores: actions of one step of all episodes; in training, padded, of all steps."""
+    """Input of the policy: actions of one step of all episodes; in training, padded, of all steps."""
 
     excess_XAY: Tensor
     """Rises by an action, above the least of all legal actions."""
@@ -148,7 +148,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def is_finite(self) -> bool:
-        """Whether the scores of the largest observations are finite."""
+        """Return whether the scores of the largest observations are finite."""
         largest = Seen(
             torch.full((1, len(CHANNELS)), EXCESS_CLIP), torch.full((1, FEATURES), CLIP), torch.tensor([True])
         )
