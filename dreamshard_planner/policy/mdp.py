@@ -280,6 +280,8 @@ class EstimatedMDP:
         """Heights of compute, of every collective, and of none."""
         self.free_EDM = np.repeat(limits_DM[None], episodes, 0)
         self.alive_E = np.ones(episodes, dtype=bool)
+        self.episode_E = np.arange(episodes)
+        """Number of each episode, of those that were begun."""
         self._laid: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
         """By table, the action of each episode, and the positions of its units."""
 
@@ -410,7 +412,7 @@ class EstimatedMDP:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with some of the episodes alone."""
-        for name in ("latent_EGDH", "group_EGD", "height_ERD", "free_EDM", "alive_E"):
+        for name in ("latent_EGDH", "group_EGD", "height_ERD", "free_EDM", "alive_E", "episode_E"):
             setattr(self, name, getattr(self, name)[list(rows)])
         self.types_EN = None if self.types_EN is None else self.types_EN[list(rows)]
         self._laid = {
@@ -420,9 +422,10 @@ class EstimatedMDP:
 
     def shardings(self) -> list[Sharding | None]:
         """Return the plans of the finished episodes; None where infeasible."""
-        return [self._sharding(episode) if alive else None for episode, alive in enumerate(self.alive_E.tolist())]
+        return [self.sharding(episode) if alive else None for episode, alive in enumerate(self.alive_E.tolist())]
 
-    def _sharding(self, episode: int) -> Sharding:
+    def sharding(self, episode: int) -> Sharding:
+        """Return the plan of a feasible episode after a sweep."""
         chosen = [0] * self.task.num_tables
         placed: list[tuple[int, ...]] = [()] * self.task.num_tables
         for step in range(self.task.num_tables):

@@ -174,6 +174,7 @@ def roll_out(
     survivors: int | None = None,
     seconds: float | None = None,
     on_step: Callable[[Seen, Tensor], None] | None = None,
+    on_sweep: Callable[[EstimatedMDP], None] | None = None,
 ) -> EstimatedMDP:
     """Play episodes.
 
@@ -187,6 +188,7 @@ def roll_out(
         survivors: episodes that go on after :data:`TRIED_SWEEPS`; all by default.
         seconds: that episodes may take.
         on_step: is told what the policy sees and does.
+        on_sweep: is called after each sweep.
 
     Raises:
         TimeoutError: as soon as episodes are found to take more time.
@@ -197,6 +199,8 @@ def roll_out(
         if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, index / steps):
             raise TimeoutError
         nth, step = divmod(index, task.num_tables)
+        if step == 0 and nth > 0 and on_sweep is not None:
+            on_sweep(environment)
         if step == 0 and nth == TRIED_SWEEPS and survivors is not None:
             environment.keep(_best_different(environment.relative_cost(), survivors))
         choices = environment.observe(step, sweeps[nth])
@@ -208,6 +212,8 @@ def roll_out(
         environment.step(action_E.numpy())
         if on_step is not None:
             on_step(seen, action_E)
+    if on_sweep is not None:
+        on_sweep(environment)
     return environment
 
 
@@ -227,7 +233,7 @@ def policy_starts(
     cost: Cost, policy: Policy, asked: OptionTotals, seconds: float | None = None, effort: float = 1.0
 ) -> list[Sharding]:
     """Return plans to start the search from, at most :data:`STARTS`, the cheapest first: the best of greedy
-    roll-outs, whose first sweeps use different sharding types.
+    roll-outs, whose first sweeps use different sharding types, each as it was after its best sweep.
 
     Args:
         cost: the problem and its cost.
@@ -244,6 +250,14 @@ def policy_starts(
         return []
     breadth = BREADTH / (task.num_tables * cost.problem.num_ranks)
     types_EN = types_EN[: portion(len(types_EN), min(1.0, effort, breadth))]
-    environment = roll_out(policy, task, len(types_EN), None, types_EN, SWEEPS, SURVIVORS, seconds)
-    fitting = [plan for plan in environment.shardings() if plan is not None and cost.problem.fits(plan)]
-    return sorted(dict.fromkeys(fitting), key=cost.overall_ms)[:STARTS]
+    best: dict[int, tuple[float, Sharding]] = {}
+
+    def keep_best(environment: EstimatedMDP) -> None:
+        numbered = zip(environment.episode_E.tolist(), environment.relative_cost().tolist(), strict=True)
+        for row, (episode, relative_cost) in enumerate(numbered):
+            if relative_cost < best.get(episode, (math.inf,))[0]:
+                best[episode] = relative_cost, environment.sharding(row)
+
+    roll_out(policy, task, len(types_EN), None, types_EN, SWEEPS, SURVIVORS, seconds, on_sweep=keep_best)
+    fitting = dict.fromkeys(plan for _, plan in best.values() if cost.problem.fits(plan))
+    return sorted(fitting, key=cost.overall_ms)[:STARTS]
