@@ -44,7 +44,6 @@ def main() -> None:
     statistics = TableStatistics.from_batches(batch.sparse_features for _, batch in zip(range(3), data, strict=False))
     planner = DreamShardPlanner(batch_size=BATCH_SIZE, statistics=statistics)
     model = DistributedModelParallel(model, device=device, planner=planner)  # <- the one changed line
-    # In models of your own, pooled[key] and KeyedTensor.regroup may take half of a CPU step; pooled.values() is free.
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.02))
     pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense_optimizer]), device)
