@@ -270,7 +270,6 @@ def _searched(
     plans: dict[str, list[ShardingOption]] = {}
     rivals: tuple[ReportEntry, ...] = ()
     theirs: TorchRecPlan | None = None
-    untold: TorchRecPlan | None = None
     sizes = _cache_sizes(context, options, topology)
     whole = _whole_tables(context, options, topology, settings)
     alone: SearchResult | None = None  # the search for whole tables, if these are all options
@@ -282,10 +281,12 @@ def _searched(
     if settings.deadline.left() != 0.0:
         offered = [option for option in options if is_torchrecs(option)]
         theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec, settings.config.effort)
+        if theirs is not None:
+            plans[BASELINE] = theirs.options
         if context.tells_lookups(offered):
             untold = torchrec_plan(offered, topology, context.estimate_untold, settings.config.effort)
-    if theirs is not None:
-        plans[BASELINE] = theirs.options
+            if untold is not None:
+                plans[UNTOLD] = untold.options
     options = [*options, *sizes]
     read = context.read(options, topology)
     cost = context.cost(read)
@@ -293,9 +294,6 @@ def _searched(
     # TorchRec's plan may break placement rules.
     fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
     rivals = (*rivals, *_rated(cost, {name: fitting.get(name) for name in starts}))
-    if untold is not None:
-        placed = read.sharding(untold.options)
-        rivals = (*rivals, *_rated(cost, {UNTOLD: placed if cost.problem.fits(placed) else None}))
     result: SearchResult | None
     if alone is not None and _is_best(WHOLE, fitting, cost):
         result = replace(alone, sharding=fitting[WHOLE])
