@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -16,9 +17,10 @@ from dreamshard_planner.cost.compute import CostSource, GivenCost
 from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding, Unit
 from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.search.placing import packed_start
-from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search.reshards import ShardingState, wide_swaps
 from dreamshard_planner.search.search import _Descents, prefer_cheaper_kernels, search
 from dreamshard_planner.search.starts import OptionTotals, level_starts
+from dreamshard_planner.search.states import in_steps
 from tests.exhaustive import optimum_ms
 
 SEARCH = SearchConfig(moves=2000, last_moves=2000)
@@ -147,6 +149,29 @@ def test_reshards_keep_their_sums() -> None:
     afresh = ShardingState(cost, state.sharding, 1.0)
     for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):
         assert torch.allclose(getattr(state, name).double(), getattr(afresh, name).double(), atol=1e-9), name
+
+
+def over_hosts(cost: Cost) -> Cost:
+    """Return the cost of the tables if each must lie over a host."""
+    problem = replace(cost.problem, tables=tuple((options[2],) for options in cost.problem.tables))
+    return Cost(problem, cost.compute, cost.latent_PH)
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_swaps_of_wide_units_are_rated_as_what_they_make(tight: bool) -> None:
+    cost = over_hosts(sharding_cost(8, 4, latency_ms=0.1))
+    sharding = Sharding((0,) * 8, tuple((index // 4,) for index in range(8)))
+    if tight:  # the fuller host may only get less
+        cost.problem.limits_DM.fill_(int(cost.problem.taken(*cost.problem.laid(sharding)).max()))
+    state = ShardingState(cost, sharding, 1.0)
+    swaps, changed_ranks = wide_swaps(state, 0, 1.0)
+    assert len(swaps.changes) == 16 and changed_ranks == 16 * RANKS
+    for (here, there), overall in zip(swaps.changes, swaps.overall_Q.tolist(), strict=True):
+        assert here[1:] == (0, (1,)) and there[1:] == (0, (0,))
+        made = sharding.changed(*here).changed(*there)
+        assert math.isinf(overall) != bool(cost.problem.fits(made))
+        assert math.isinf(overall) or overall == pytest.approx(in_steps(cost.overall_ms(made), 1.0), abs=1)
+    assert bool(swaps.overall_Q.isinf().any()) == tight and swaps.overall_Q.isfinite().any()
 
 
 def test_every_start_has_its_turn() -> None:
