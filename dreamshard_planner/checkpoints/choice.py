@@ -84,7 +84,7 @@ def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint) -> Chec
 
 
 def prior_policy() -> Policy:
-    """Return the policy that ships: an untrained, greedy one, and the start of every other training."""
+    """Return the policy that ships, trained on costs by bandwidths: the start of every other training."""
     return shipped(SHIPPED, "roofline").policy
 
 

@@ -54,7 +54,7 @@ class ReinforceConfig:
 
 
 FROM_SCRATCH = ReinforceConfig(updates=800, learning_rate=6e-3, entropy_weight=0.01)
-"""Settings for an untrained policy: some seven minutes of one core."""
+"""Settings for an untrained policy: four minutes of two cores."""
 
 
 @dataclass(frozen=True)
