@@ -298,7 +298,10 @@ def _searched(
     if alone is not None and _is_best(WHOLE, fitting, cost):
         result = replace(alone, sharding=fitting[WHOLE])
     else:
-        result = settings.search(cost, fitting.values(), _roll_outs(context, settings, {}))
+        drafts: dict[str, Sharding | None] = {}
+        result = settings.search(cost, fitting.values(), _roll_outs(context, settings, drafts))
+        # A roll-out over all options takes the place of the one over whole tables.
+        rivals = (*(one for one in rivals if one.name not in drafts), *_rated(cost, drafts))
     for option in options:
         set_ranks(option, None)
     if result is None:
