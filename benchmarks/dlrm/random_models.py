@@ -1,0 +1,89 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Random tables of any dims, a model over them, and its batches."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim import SGD, Adagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+MOST_ELEMENTS = 60e6
+"""Elements that a rank's batch may look up; larger batches are halved."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Random tables, and how batches read them."""
+
+    seed: int
+    tables: tuple[tuple[int, int, int], ...]
+    """Rows, dim, lookups per sample."""
+    batch_size: int
+    optimizer: type[torch.optim.Optimizer]
+    is_skewed: bool
+
+    @classmethod
+    def draw(cls, seed: int) -> Tables:
+        """Draw 4 to 60 tables; half of the models have a table with eight times the lookups."""
+        rng = random.Random(seed)
+        count, most_rows = rng.choice([4, 8, 16, 32, 60]), rng.choice([5_000, 50_000, 200_000])
+        dims = rng.choice([[16], [64], [128], [8, 16, 32, 64, 128]])
+        tables = [
+            (int(min(most_rows, 10 ** rng.uniform(2, 6))), rng.choice(dims), rng.choice([1, 1, 2, 5, 20, 50]))
+            for _ in range(count)
+        ]
+        if rng.random() < 0.5:
+            rows, dim, lookups = tables[0]
+            tables[0] = rows, dim, 8 * lookups
+        batch_size = rng.choice([128, 512, 2048])
+        while batch_size * sum(dim * lookups for _, dim, lookups in tables) > MOST_ELEMENTS:
+            batch_size //= 2
+        return cls(seed, tuple(tables), batch_size, rng.choice([SGD, Adagrad, RowWiseAdagrad]), rng.random() < 0.5)
+
+    @property
+    def lookups(self) -> list[tuple[str, int]]:
+        """Names of the tables with their lookups per sample."""
+        return [(f"t{index}", lookups) for index, (*_, lookups) in enumerate(self.tables)]
+
+    @property
+    def features(self) -> list[str]:
+        """One for each table."""
+        return [f"f{index}" for index in range(len(self.tables))]
+
+    def batch(self, index: int, rank: int) -> KeyedJaggedTensor:
+        """Return one batch of a rank: uniform ids, or cubes of uniform shares of the rows."""
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 101 * index + rank)
+        ids, lengths = [], []
+        for rows, _, lookups in self.tables:
+            least, most = (0, 2 * lookups) if lookups > 1 else (1, 1)
+            lengths.append(torch.randint(least, most + 1, (self.batch_size,), generator=generator))
+            share = torch.rand(int(lengths[-1].sum()), generator=generator) ** (3 if self.is_skewed else 1)
+            ids.append((share * rows).long().clamp_max(rows - 1))
+        return KeyedJaggedTensor(self.features, torch.cat(ids), lengths=torch.cat(lengths))
+
+
+class RandomModel(nn.Module):
+    """All tables, on no device, into a small dense net; returns the loss, as TorchRec's pipelines expect it."""
+
+    def __init__(self, tables: Tables) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=f"t{index}", num_embeddings=rows, embedding_dim=dim, feature_names=[feature])
+            for index, ((rows, dim, _), feature) in enumerate(zip(tables.tables, tables.features, strict=True))
+        ]
+        self.bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        apply_optimizer_in_backward(tables.optimizer, self.bags.parameters(), {"lr": 0.02})
+        self.top = nn.Sequential(nn.Linear(sum(dim for _, dim, _ in tables.tables), 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, tuple[Tensor]]:
+        """Return the loss, twice."""
+        loss = self.top(self.bags(features).values()).sigmoid().mean()
+        return loss, (loss.detach(),)

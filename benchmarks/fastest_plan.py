@@ -1,0 +1,239 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Count how often the plan that is predicted to be the fastest trains the fastest, before and after ``learn``.
+
+    torchrun --standalone --nproc_per_node=2 benchmarks/fastest_plan.py --models 20 --record fastest-plan.jsonl
+
+CPU ranks over gloo, one thread each. A model has 4 to 60 random tables and a small dense net; half of the models have a
+hot table, half have skewed ids. Plans are ours (with statistics of the batches, and told nothing), TorchRec's (with
+true pooling factors, and told nothing), and whole tables by two greedy rules. Steps under three of these are observed,
+and ``learn`` corrects the costs; the plan by these costs is measured as well. Blocks of steps of two models per plan
+come in shuffled turns, since the place in memory alone changes steps by some percent. Ratios of plans are medians over
+rounds, with 95 % intervals over models and rounds. Plans are tied if the interval contains 1.
+
+Costs predict the embedding work alone. A predicted step is the measured step under TorchRec's default plan, plus the
+predicted difference between the two plans.
+
+Shapes: R ranks, P plans, C copies of a model, N rounds, M models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
+import numpy as np
+import torch.distributed as dist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
+
+from common.output import append, interval, opened, quiet, table_of, wide_console
+from dlrm.job import RulePartitioner
+from dlrm.options import Config, Node, cpu_rank
+from dlrm.random_models import RandomModel, Tables
+from dlrm.results import ratio_interval
+from dlrm.steps import Trainee, take_turns
+from dreamshard_planner import Checkpoint, DistributedModelParallel, DreamShardPlanner, Observation, TableStatistics
+from dreamshard_planner.checkpoints.choice import resolve
+from dreamshard_planner.errors import CalibrationRefused
+from dreamshard_planner.observing.learning import learn
+
+BATCHES, WARMUP_STEPS, COPIES = 6, 4, 2
+BASE, OURS, LEARNED = "torchrec_default", "dreamshard", "dreamshard_learned"
+RULES = ("lookup_greedy", "size_greedy")
+OBSERVED = (BASE, "torchrec", RULES[1])
+SHARDERS = [EmbeddingBagCollectionSharder()]
+
+
+class Contest:
+    """One model on this rank, and its plans."""
+
+    def __init__(self, tables: Tables, node: Node) -> None:
+        self.tables, self.node = tables, node
+        self.batches = [tables.batch(index, node.rank) for index in range(BATCHES)]
+        self._statistics = TableStatistics.from_batches(self.batches).all_gather()
+        world = Topology(node.world_size, "cpu", local_world_size=node.world_size, ddr_cap=64 << 30)
+        self._given = {"topology": world, "batch_size": tables.batch_size, "stats": [], "debug": False}
+        self.plans: dict[str, ShardingPlan] = {}
+
+    def planners(self) -> dict[str, EmbeddingShardingPlanner]:
+        """Return the planners of all plans but the learned one."""
+        informed = {name: ParameterConstraints(pooling_factors=[float(many)]) for name, many in self.tables.lookups}
+        whole = {
+            name: ParameterConstraints(["table_wise"], pooling_factors=[float(n)]) for name, n in self.tables.lookups
+        }
+        rules = {name: RulePartitioner(name, self._given["topology"], whole) for name in RULES}
+        return {
+            BASE: EmbeddingShardingPlanner(**self._given),
+            "torchrec": EmbeddingShardingPlanner(**self._given, constraints=informed),
+            **{
+                name: EmbeddingShardingPlanner(**self._given, constraints=whole, partitioner=rule)
+                for name, rule in rules.items()
+            },
+            "dreamshard_default": DreamShardPlanner(**self._given),
+            OURS: self.planner(resolve("auto", "cpu")),
+        }
+
+    def planner(self, checkpoint: Checkpoint) -> DreamShardPlanner:
+        """Return our planner with statistics and these costs."""
+        return DreamShardPlanner(
+            **self._given, statistics=self._statistics, checkpoint=checkpoint, optimizers_attached=True
+        )
+
+    def plan(self, name: str, planner: EmbeddingShardingPlanner) -> None:
+        """Add a plan."""
+        self.plans[name] = planner.collective_plan(RandomModel(self.tables), SHARDERS, dist.group.WORLD)
+
+    def trainee(self, name: str) -> Trainee:
+        """Return a model under a plan."""
+        model = RandomModel(self.tables)
+        sharded = DistributedModelParallel(model, plan=self.plans[name], sharders=SHARDERS, device=self.node.device)
+        return Trainee(sharded, self.batches, self.node, pipelined=False)
+
+    def learned(self, trainees: Mapping[str, Trainee], steps: int) -> Checkpoint:
+        """Return costs corrected by observed steps; the shipped costs if learning is refused."""
+        seen = {name: trainees[name].observed(steps) for name in OBSERVED}
+        merged = [Observation.merge(seen_by_rank) for seen_by_rank in self.node.gather(seen)]
+        observation = Observation.merge({str(rank): one for rank, one in enumerate(merged)})
+        prior = resolve("auto", "cpu")
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return learn(prior, observation, Path(folder) / "learned.safetensors")
+            except CalibrationRefused:
+                return prior
+
+    def predicted_ms(self, checkpoint: Checkpoint) -> dict[str, float]:
+        """Return the predicted embedding work of each plan."""
+        planner = self.planner(checkpoint)
+        planner.read(RandomModel(self.tables), SHARDERS)
+        return {name: round(planner.predict(plan, name).total_ms, 4) for name, plan in self.plans.items()}
+
+
+def run_model(seed: int, args: argparse.Namespace, node: Node) -> dict[str, Any]:
+    """Plan, observe, learn and measure one model."""
+    start, contest = time.monotonic(), Contest(Tables.draw(seed), node)
+    for name, planner in contest.planners().items():
+        contest.plan(name, planner)
+    trainees = {name: contest.trainee(name) for name in contest.plans}
+    for trainee in trainees.values():
+        trainee.train(WARMUP_STEPS, timed=False)
+    learned = contest.learned(trainees, args.observed_steps)
+    contest.plan(LEARNED, contest.planner(learned))
+    trainees[LEARNED] = contest.trainee(LEARNED)
+    first = {repr(plan): name for name, plan in reversed(contest.plans.items())}
+    same_as = {name: first[repr(plan)] for name, plan in contest.plans.items()}
+    plans = list(dict.fromkeys(same_as.values()))
+    measured = {
+        (name, copy): contest.trainee(name) if copy else trainees[name] for name in plans for copy in range(COPIES)
+    }
+    one_ms = max(node.gather(trainees[BASE].train(WARMUP_STEPS, timed=False)[0]))
+    block = max(3, int(1e3 * args.block_seconds / one_ms))
+    take_turns(measured, Config(copies=1, block=block, steps=block * args.rounds), node, random.Random(seed))
+    blocks_RPCN = np.array(
+        node.gather([[[ms for ms, *_ in measured[name, copy].blocks] for copy in range(COPIES)] for name in plans])
+    )
+    return {
+        "model": seed,
+        "tables": len(contest.tables.tables),
+        "batch_size": contest.tables.batch_size,
+        "optimizer": contest.tables.optimizer.__name__,
+        "same_as": same_as,
+        "step_ms": dict(zip(plans, blocks_RPCN.max(0).round(3).tolist(), strict=True)),
+        "predicted_ms": {
+            "shipped": contest.predicted_ms(resolve("auto", "cpu")),
+            "learned": contest.predicted_ms(learned),
+        },
+        "ranks": node.world_size,
+        "seconds": round(time.monotonic() - start),
+    }
+
+
+def ratio(row: Mapping[str, Any], name: str, other: str) -> tuple[float, float, float]:
+    """Return the ratio of the steps of two plans between the bounds of its interval."""
+    own_CN, other_CN = (np.array(row["step_ms"][row["same_as"][which]]) for which in (name, other))
+    return ratio_interval(own_CN, other_CN)
+
+
+def verdict(row: Mapping[str, Any], costs: str) -> dict[str, Any]:
+    """Return how good the plan is that some costs predict to be the fastest, and how far predicted steps are off."""
+    predicted_ms, step_ms = (
+        row["predicted_ms"][costs],
+        {name: float(np.median(ms)) for name, ms in row["step_ms"].items()},
+    )
+    fastest = min(step_ms, key=step_ms.__getitem__)
+    others = [name for name in step_ms if name != row["same_as"][BASE]]
+    base_ms = step_ms[row["same_as"][BASE]]
+    off = [abs(base_ms + predicted_ms[name] - predicted_ms[BASE] - step_ms[name]) / step_ms[name] for name in others]
+    behind = {name: ratio(row, name, fastest) for name in step_ms}
+    picked = min(step_ms, key=predicted_ms.__getitem__)
+    return {
+        "picked": picked,
+        "is_fastest": behind[picked][0] <= 1.0,
+        "over_fastest": behind[picked][1],
+        "by_chance": float(np.mean([low <= 1.0 for low, *_ in behind.values()])),
+        "step_error": float(np.mean(off)) if off else None,
+    }
+
+
+def tell(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the shares of hits, the errors of predicted steps, and the ratios to TorchRec's default plan."""
+    table = table_of(
+        f"{len(rows)} models", "costs", "picked the fastest", "by chance", "picked over fastest", "steps are off"
+    )
+    for costs in ("shipped", "learned"):
+        told = [verdict(row, costs) for row in rows]
+        hits, chance = (np.mean([one[key] for one in told]) for key in ("is_fastest", "by_chance"))
+        behind = float(np.exp(np.mean(np.log([one["over_fastest"] for one in told]))))
+        off = np.mean([one["step_error"] for one in told if one["step_error"] is not None])
+        table.add_row(costs, f"{hits:.0%}", f"{chance:.0%}", f"{behind:.3f}", f"{off:.1%}")
+    wide_console().print(table)
+    table = table_of(f"Step over {BASE}'s", "plan", "mean", "95 %", "over 1.02")
+    for name in rows[0]["same_as"]:
+        ratio_M = np.array([ratio(row, name, BASE)[1] for row in rows])
+        low, mean, high = interval(lambda some, of_M=ratio_M: np.exp(np.log(of_M)[some].mean(1)), len(ratio_M))
+        table.add_row(name, f"{mean:.3f}", f"{low:.3f}-{high:.3f}", str(int((ratio_M > 1.02).sum())))
+    wide_console().print(table)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=20)
+    parser.add_argument("--first-model", type=int, default=0, help="its seed")
+    parser.add_argument("--rounds", type=int, default=8, help="blocks of each model")
+    parser.add_argument("--block-seconds", type=float, default=0.3)
+    parser.add_argument("--observed-steps", type=int, default=50, help="under each observed plan")
+    parser.add_argument("--record", type=Path, required=True, help="continue this file, a line for each model")
+    args = parser.parse_args()
+    quiet()
+    with cpu_rank() as node:
+        lines = node.gather(opened(args.record) if node.rank == 0 else [])[0]
+        rows = [line for line in lines if "model" in line]
+        if any(row["ranks"] != node.world_size for row in rows):
+            parser.error(
+                f"{args.record} has steps of {rows[0]['ranks']} ranks, not {node.world_size}: name another file"
+            )
+        for seed in range(args.first_model, args.first_model + args.models):
+            if all(row["model"] != seed for row in rows):
+                rows.append(run_model(seed, args, node))
+                gc.collect()  # models are cyclic
+                if node.rank == 0:
+                    append(args.record, rows[-1])
+                    print(f"model {seed}: {rows[-1]['seconds']} s, {verdict(rows[-1], 'shipped')}", flush=True)
+        if node.rank == 0:
+            tell(rows)
+    gc.collect()  # models hold the group, whose threads must not outlive Python
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
