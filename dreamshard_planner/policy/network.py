@@ -46,6 +46,9 @@ SUBSETS = (TYPES, (TW, CW, TWCW), (TWRW,), (TWRW, DP), (TW, DP), (TW, TWRW, DP),
 collectives of its own, and no single table's choice sees that it could do without."""
 BREADTH = 25_000
 """Tables x ranks up to which the planner plays all roll-outs. It plays fewer, in proportion, of larger problems."""
+LENGTH = 2_700_000
+"""Tables x ranks x sweeps up to which a roll-out has all sweeps. Those of larger problems have the first and the last,
+or the first alone."""
 HEAD_START = 0.1
 """Share of the time that roll-outs may take before they count as too slow for it."""
 LOGIT_STEP = 1e-3
@@ -248,8 +251,10 @@ def policy_starts(
     task, types_EN = ShardingTask(cost, asked), subset_types()
     if not task.may_be_played:
         return []
-    breadth = BREADTH / (task.num_tables * cost.problem.num_ranks)
-    types_EN = types_EN[: portion(len(types_EN), min(1.0, effort, breadth))]
+    size = task.num_tables * cost.problem.num_ranks
+    types_EN = types_EN[: portion(len(types_EN), min(1.0, effort, BREADTH / size))]
+    later = min(len(SWEEPS), max(1, LENGTH // size)) - 1
+    sweeps = [SWEEPS[0], *SWEEPS[len(SWEEPS) - later :]]
     best: dict[int, tuple[float, Sharding]] = {}
 
     def keep_best(environment: EstimatedMDP) -> None:
@@ -258,6 +263,6 @@ def policy_starts(
             if relative_cost < best.get(episode, (math.inf,))[0]:
                 best[episode] = relative_cost, environment.sharding(row)
 
-    roll_out(policy, task, len(types_EN), None, types_EN, SWEEPS, SURVIVORS, seconds, on_sweep=keep_best)
+    roll_out(policy, task, len(types_EN), None, types_EN, sweeps, SURVIVORS, seconds, on_sweep=keep_best)
     fitting = dict.fromkeys(plan for _, plan in best.values() if cost.problem.fits(plan))
     return sorted(fitting, key=cost.overall_ms)[:STARTS]

@@ -177,3 +177,6 @@ def test_large_problems_get_fewer_roll_outs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("dreamshard_planner.policy.network.BREADTH", 1)
     (alone,) = roll_out(prior_policy(), task_of(cost), 1).shardings()
     assert starts_of(cost, prior_policy()) == [alone]
+    monkeypatch.setattr("dreamshard_planner.policy.network.LENGTH", 1)
+    (first,) = roll_out(prior_policy(), task_of(cost), 1, sweeps=SWEEPS[:1]).shardings()
+    assert starts_of(cost, prior_policy()) == [first] != [alone]
