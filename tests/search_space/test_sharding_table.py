@@ -31,8 +31,6 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES, Exchange, ShardingTypeSpec
 from dreamshard_planner.workload.tables import MEMORIES
 
-REFUSED = {"ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table"}
-"""Kernels that TorchRec's sharders offer on GPUs and the planner has no costs of."""
 STOCK = {"pooled_on": EmbeddingBagCollectionSharder, "sequence_on": EmbeddingCollectionSharder}
 
 
@@ -47,13 +45,12 @@ def test_torchrecs_sharders_offer_what_the_rows_say(module: str, device: str) ->
     offered = {kind for kind, spec in SHARDING_TYPES.items() if device in getattr(spec, module)}
     assert offered == set(sharder.sharding_types(device))
     for kind in offered:
-        assert set(sharder.compute_kernels(kind, device)) - REFUSED <= set(SHARDING_TYPES[kind].kernels)
+        assert set(sharder.compute_kernels(kind, device)) <= set(SHARDING_TYPES[kind].kernels)
 
 
 def test_there_is_a_row_for_every_kernel_that_they_offer() -> None:
     offered = {kernel for kind in SHARDING_TYPES for kernel in STOCK["pooled_on"]().compute_kernels(kind, "cuda")}
-    offered -= REFUSED
-    assert offered <= KERNELS.keys() and not REFUSED & KERNELS.keys()
+    assert offered <= KERNELS.keys()
     stores = {kernel.value for kernel in GUARDED_COMPUTE_KERNELS}
     assert {name for name in offered if KERNELS[name].store} == stores & offered
     assert {kernel.memory for kernel in KERNELS.values()} == set(MEMORIES)
