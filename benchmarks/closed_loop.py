@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import random
 import tempfile
 import threading
 from pathlib import Path
@@ -30,16 +29,17 @@ import torch.distributed as dist
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 
 from common.output import interval, provenance, quiet, table_of, wide_console, write_result
-from default_steps import BASE, BATCHES, BLOCK_SECONDS, ROUNDS, WARMUP_STEPS, Model, Task, told
-from dlrm.options import Config, Node, cpu_rank
-from dlrm.steps import Trainee, take_turns
+from default_steps import BASE, BATCHES, MOST_ROWS, ratio, row_of
+from dlrm.options import Node, cpu_rank
+from dlrm.random_models import RandomModel, Tables
+from dlrm.steps import Trainee
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
 from dreamshard_planner.observing.automatic import STEPS, WARM_UP_STEPS
 
 STARTS = ("start 1", "start 2", "start 3")
 
 
-def measured(task: Task, node: Node, steps: int) -> dict[str, Any]:
+def measured(task: Tables, node: Node, steps: int) -> dict[str, Any]:
     """Return milliseconds of a step under each plan, by rounds; of a block, those of its slowest rank."""
     batches = [task.batch(index, node.rank) for index in range(BATCHES)]
     world = Topology(node.world_size, "cpu", local_world_size=node.world_size, ddr_cap=64 << 30)
@@ -56,24 +56,14 @@ def measured(task: Task, node: Node, steps: int) -> dict[str, Any]:
         trainees[name].train(WARM_UP_STEPS + steps + 3, timed=False)
         _learned()
         dist.barrier()
-    trainees[BASE].train(WARMUP_STEPS, timed=False)
-    one_ms = max(node.gather(trainees[BASE].train(WARMUP_STEPS, timed=False)[0]))
-    block = max(3, int(1e3 * BLOCK_SECONDS / one_ms))
-    take_turns(trainees, Config(copies=1, block=block, steps=block * ROUNDS), node, random.Random(task.seed))
-    blocks_RPN = np.array(node.gather([[ms for ms, *_ in trainee.blocks] for trainee in trainees.values()]))
     return {
-        "seed": task.seed,
-        "tables": len(task.tables),
-        "batch_size": task.batch_size,
-        "optimizer": task.optimizer.__name__,
-        "step_ms": dict(zip(trainees, blocks_RPN.max(0).round(3).tolist(), strict=True)),
-        "plans": {name: told(planner, trainees[name], node) for name, planner in planners.items()},
+        **row_of(task, planners, trainees, node),
         "notes": {name: _notes(planners[name], node) for name in STARTS},
     }
 
 
-def _trainee(task: Task, planner: EmbeddingShardingPlanner, batches: list[Any], node: Node, observe: bool) -> Trainee:
-    model = DistributedModelParallel(Model(task), device=node.device, planner=planner, observe=observe)
+def _trainee(task: Tables, planner: EmbeddingShardingPlanner, batches: list[Any], node: Node, observe: bool) -> Trainee:
+    model = DistributedModelParallel(RandomModel(task), device=node.device, planner=planner, observe=observe)
     return Trainee(model, batches, node, pipelined=False)
 
 
@@ -90,12 +80,6 @@ def _notes(planner: DreamShardPlanner, node: Node) -> list[str]:
     if node.rank:
         return []
     return [note.text for note in planner.report().notes if note.code in ("learned", "search")]
-
-
-def ratio(row: dict[str, Any], name: str) -> float:
-    """Return a model's step time at a start over that under TorchRec's plan."""
-    mine_N, base_N = (np.array(row["step_ms"][which]) for which in (name, BASE))
-    return float(np.median(mine_N / base_N))
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -137,7 +121,7 @@ def main() -> None:
         rows = []
         for seed in range(given.first_model, given.first_model + given.models):
             os.environ["DREAMSHARD_HOME"] = str(Path(node.gather(own)[0]) / str(seed))
-            rows.append(measured(Task.draw(seed), node, given.steps))
+            rows.append(measured(Tables.draw(seed, MOST_ROWS), node, given.steps))
             if node.rank == 0:
                 print(seed, *(f"{name} {ratio(rows[-1], name):.3f}" for name in STARTS), flush=True)
         dist.barrier()  # before rank 0 removes the homes

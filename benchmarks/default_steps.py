@@ -17,7 +17,6 @@ import argparse
 import gc
 import random
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,103 +26,42 @@ import common.fast_kernels  # noqa: F401 (before torch)
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim import SGD, Adagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from common.output import interval, provenance, quiet, table_of, wide_console, write_result
 from dlrm.options import Config, Node, cpu_rank
+from dlrm.random_models import RandomModel, Tables
 from dlrm.steps import Trainee, take_turns
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
 
 BATCHES, WARMUP_STEPS, ROUNDS, BLOCK_SECONDS = 6, 4, 12, 0.35
-MOST_ELEMENTS = 60e6
-"""That a rank's batch looks up; larger batches are halved."""
+MOST_ROWS = (5_000, 100_000, 1_000_000)
 BASE, OURS, TOLD = "torchrec", "dreamshard", "dreamshard, statistics"
 
 
-@dataclass(frozen=True)
-class Task:
-    """A random model and its batches."""
-
-    seed: int
-    tables: tuple[tuple[int, int, int], ...]
-    """Rows, dim, lookups per sample."""
-    batch_size: int
-    optimizer: type[torch.optim.Optimizer]
-    skewed: bool
-
-    @classmethod
-    def draw(cls, seed: int) -> Task:
-        rng = random.Random(seed)
-        count, most_rows = rng.choice([4, 8, 16, 32, 60]), rng.choice([5_000, 100_000, 1_000_000])
-        dims = rng.choice([[16], [64], [128], [8, 16, 32, 64, 128]])
-        tables = [
-            (int(min(most_rows, 10 ** rng.uniform(2, 6))), rng.choice(dims), rng.choice([1, 1, 2, 5, 20, 50]))
-            for _ in range(count)
-        ]
-        if rng.random() < 0.5:
-            rows, dim, lookups = tables[0]
-            tables[0] = rows, dim, 8 * lookups
-        batch_size = rng.choice([128, 512, 2048])
-        while batch_size * sum(dim * lookups for _, dim, lookups in tables) > MOST_ELEMENTS:
-            batch_size //= 2
-        return cls(seed, tuple(tables), batch_size, rng.choice([SGD, Adagrad, RowWiseAdagrad]), rng.random() < 0.5)
-
-    def batch(self, index: int, rank: int) -> KeyedJaggedTensor:
-        """Ids skewed as the cube of what is even, or even."""
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 101 * index + rank)
-        ids, lengths = [], []
-        for rows, _, lookups in self.tables:
-            most = 2 * lookups if lookups > 1 else 1
-            lengths.append(torch.randint(0 if most > 1 else 1, most + 1, (self.batch_size,), generator=generator))
-            share = torch.rand(int(lengths[-1].sum()), generator=generator) ** (3 if self.skewed else 1)
-            ids.append((share * rows).long().clamp_max(rows - 1))
-        return KeyedJaggedTensor(self.features, torch.cat(ids), lengths=torch.cat(lengths))
-
-    @property
-    def features(self) -> list[str]:
-        return [f"f{index}" for index in range(len(self.tables))]
-
-
-class Model(nn.Module):
-    """All tables into a small dense net; the loss, as TorchRec's pipelines expect it."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        configs = [
-            EmbeddingBagConfig(name=f"t{index}", num_embeddings=rows, embedding_dim=dim, feature_names=[feature])
-            for index, ((rows, dim, _), feature) in enumerate(zip(task.tables, task.features, strict=True))
-        ]
-        self.bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-        apply_optimizer_in_backward(task.optimizer, self.bags.parameters(), {"lr": 0.02})
-        self.top = nn.Sequential(nn.Linear(sum(dim for _, dim, _ in task.tables), 64), nn.ReLU(), nn.Linear(64, 1))
-
-    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, tuple[Tensor]]:
-        loss = self.top(self.bags(features).values()).sigmoid().mean()
-        return loss, (loss.detach(),)
-
-
-def measured(task: Task, node: Node) -> dict[str, Any]:
+def measured(task: Tables, node: Node) -> dict[str, Any]:
     """Milliseconds of a step under each planner, by rounds; of a block as long as on its slowest rank."""
     batches = [task.batch(index, node.rank) for index in range(BATCHES)]
     statistics = TableStatistics.from_batches(batches).all_gather()
     world = Topology(node.world_size, "cpu", local_world_size=node.world_size, ddr_cap=64 << 30)
     given = {"topology": world, "batch_size": task.batch_size, "stats": [], "debug": False}
-    planners = {
+    planners: dict[str, EmbeddingShardingPlanner] = {
         BASE: EmbeddingShardingPlanner(**given),
         OURS: DreamShardPlanner(**given),
         TOLD: DreamShardPlanner(**given, statistics=statistics),
     }
-    trainees = {}
+    trainees: dict[str, Trainee] = {}
     for name, planner in planners.items():
-        model = DistributedModelParallel(Model(task), device=node.device, planner=planner)
+        model = DistributedModelParallel(RandomModel(task), device=node.device, planner=planner)
         trainees[name] = Trainee(model, batches, node, pipelined=False)
+    return row_of(task, planners, trainees, node)
+
+
+def row_of(
+    task: Tables, planners: dict[str, EmbeddingShardingPlanner], trainees: dict[str, Trainee], node: Node
+) -> dict[str, Any]:
+    """Return milliseconds of a step under each plan, by rounds, with the plans; a block is as long as on its slowest
+    rank."""
     trainees[BASE].train(WARMUP_STEPS, timed=False)
     one_ms = max(node.gather(trainees[BASE].train(WARMUP_STEPS, timed=False)[0]))
     block = max(3, int(1e3 * BLOCK_SECONDS / one_ms))
@@ -191,7 +129,7 @@ def main() -> None:
     with cpu_rank() as node:
         rows = []
         for seed in range(given.first_model, given.first_model + given.models):
-            rows.append(measured(Task.draw(seed), node))
+            rows.append(measured(Tables.draw(seed, MOST_ROWS), node))
             if node.rank == 0:
                 print(seed, *(f"{name} {ratio(rows[-1], name):.3f}" for name in (OURS, TOLD)), flush=True)
     if node.rank == 0:

@@ -15,6 +15,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+MOST_ROWS = (5_000, 50_000, 200_000)
 MOST_ELEMENTS = 60e6
 """Elements that a rank's batch may look up; larger batches are halved."""
 
@@ -31,13 +32,18 @@ class Tables:
     is_skewed: bool
 
     @classmethod
-    def draw(cls, seed: int) -> Tables:
-        """Draw 4 to 60 tables; half of the models have a table with eight times the lookups."""
+    def draw(cls, seed: int, most_rows: tuple[int, ...] = MOST_ROWS) -> Tables:
+        """Draw 4 to 60 tables; half of the models have a table with eight times the lookups.
+
+        Args:
+            seed: of the model and its batches.
+            most_rows: one of them is the most rows that a table of the model has.
+        """
         rng = random.Random(seed)
-        count, most_rows = rng.choice([4, 8, 16, 32, 60]), rng.choice([5_000, 50_000, 200_000])
+        count, most = rng.choice([4, 8, 16, 32, 60]), rng.choice(most_rows)
         dims = rng.choice([[16], [64], [128], [8, 16, 32, 64, 128]])
         tables = [
-            (int(min(most_rows, 10 ** rng.uniform(2, 6))), rng.choice(dims), rng.choice([1, 1, 2, 5, 20, 50]))
+            (int(min(most, 10 ** rng.uniform(2, 6))), rng.choice(dims), rng.choice([1, 1, 2, 5, 20, 50]))
             for _ in range(count)
         ]
         if rng.random() < 0.5:
