@@ -38,7 +38,7 @@ TRIED_SWEEPS = 5
 SURVIVORS = 4
 """Episodes that play the other sweeps: the best."""
 STARTS = 2
-"""Finished episodes that become starts of the search: the best."""
+"""Episodes whose best sweeps become starts of the search: the cheapest."""
 GREEDINESS = 8.0
 """Times that an untrained policy's score takes the weighted excess."""
 SUBSETS = (TYPES, (TW, CW, TWCW), (TWRW,), (TWRW, DP), (TW, DP), (TW, TWRW, DP), (CW, TWRW, DP), (RW, DP))
@@ -198,25 +198,24 @@ def roll_out(
     """
     environment, began = EstimatedMDP(task, episodes, types_EN), time.monotonic()
     steps = len(sweeps) * task.num_tables
-    for index in range(steps):
-        if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, index / steps):
-            raise TimeoutError
-        nth, step = divmod(index, task.num_tables)
-        if step == 0 and nth > 0 and on_sweep is not None:
-            on_sweep(environment)
-        if step == 0 and nth == TRIED_SWEEPS and survivors is not None:
+    for nth, sweep in enumerate(sweeps):
+        if nth == TRIED_SWEEPS and survivors is not None:
             environment.keep(_best_different(environment.relative_cost(), survivors))
-        choices = environment.observe(step, sweeps[nth])
-        if nth > 0:
-            environment.step(choices.least(sweeps[nth]))
-            continue
-        seen = Seen.of(environment, step, choices)
-        action_E = drawn(policy.logits(seen), generator)
-        environment.step(action_E.numpy())
-        if on_step is not None:
-            on_step(seen, action_E)
-    if on_sweep is not None:
-        on_sweep(environment)
+        for step in range(task.num_tables):
+            done = (nth * task.num_tables + step) / steps
+            if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, done):
+                raise TimeoutError
+            choices = environment.observe(step, sweep)
+            if nth > 0:
+                environment.step(choices.least(sweep))
+                continue
+            seen = Seen.of(environment, step, choices)
+            action_E = drawn(policy.logits(seen), generator)
+            environment.step(action_E.numpy())
+            if on_step is not None:
+                on_step(seen, action_E)
+        if on_sweep is not None:
+            on_sweep(environment)
     return environment
 
 
