@@ -1,11 +1,13 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Training steps of random models at the first, second and third start of a job, without a command between them.
 
-    torchrun --standalone --nproc_per_node=2 benchmarks/closed_loop.py --models 12 --json loop.json
+    torchrun --standalone --nproc_per_node=2 benchmarks/closed_loop.py --models 12 --record loop.jsonl
+    python benchmarks/closed_loop.py --summarize loop.jsonl
 
 Each start is ``DreamShardPlanner(topology, batch_size)`` in a home of the model's own, which is empty at first. It
 trains until its steps are observed and learned from. TorchRec's planner knows the lookups per sample of all features.
 All models then train in shuffled turns. A round's ratio is of its blocks, and a model's is the median over the rounds.
+A record has one JSON line a model; the same command continues it.
 
 Shapes: R ranks, P plans, N rounds, M models.
 """
@@ -24,11 +26,10 @@ import common.fast_kernels  # noqa: F401 (before torch)
 
 # isort: split
 import numpy as np
-import torch
 import torch.distributed as dist
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 
-from common.output import interval, provenance, quiet, table_of, wide_console, write_result
+from common.output import append, interval, opened, quiet, table_of, wide_console
 from default_steps import BASE, BATCHES, MOST_ROWS, ratio, row_of
 from dlrm.options import Node, cpu_rank
 from dlrm.random_models import RandomModel, Tables
@@ -54,7 +55,7 @@ def measured(task: Tables, node: Node, steps: int) -> dict[str, Any]:
         planners[name] = DreamShardPlanner(**given)
         trainees[name] = _trainee(task, planners[name], batches, node, observe=True)
         trainees[name].train(WARM_UP_STEPS + steps + 3, timed=False)
-        _learned()
+        wait_for_learning()
         dist.barrier()
     return {
         **row_of(task, planners, trainees, node),
@@ -67,7 +68,7 @@ def _trainee(task: Tables, planner: EmbeddingShardingPlanner, batches: list[Any]
     return Trainee(model, batches, node, pipelined=False)
 
 
-def _learned() -> None:
+def wait_for_learning() -> None:
     """Wait for the threads that write what was observed, and for what is learned from it."""
     for name in ("observation", "background"):
         for thread in threading.enumerate():
@@ -82,28 +83,16 @@ def _notes(planner: DreamShardPlanner, node: Node) -> list[str]:
     return [note.text for note in planner.report().notes if note.code in ("learned", "search")]
 
 
-def summary_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return geometric means with their intervals, and the extremes of the models, by start."""
-    ratio_M = {name: np.array([ratio(row, name) for row in rows]) for name in STARTS}
-    return {
-        name: {
-            "mean": interval(lambda some, of_M=of_M: np.exp(np.log(of_M)[some].mean(1)), len(of_M)),
-            "least": float(of_M.min()),
-            "most": float(of_M.max()),
-            "above_1.02": int((of_M > 1.02).sum()),
-        }
-        for name, of_M in ratio_M.items()
-    }
-
-
-def tell(summary: dict[str, dict[str, Any]], models: int) -> None:
-    """Print the summary as a table."""
-    title = f"{models} models, step over that of TorchRec's plan by known lookups"
+def tell(path: Path) -> None:
+    """Print geometric means with their intervals, and the extremes of the models, by start."""
+    rows = [line for line in opened(path) if "seed" in line]
+    title = f"{path.name}: {len(rows)} models, step over that of TorchRec's plan by known lookups"
     table = table_of(title, "", "mean", "interval", "from", "to", "over 1.02")
-    for name, one in summary.items():
-        low, mean, high = one["mean"]
-        extremes = (f"{one[which]:.3f}" for which in ("least", "most"))
-        table.add_row(name, f"{mean:.3f}", f"{low:.3f}-{high:.3f}", *extremes, str(one["above_1.02"]))
+    for name in STARTS if rows else ():
+        ratio_M = np.array([ratio(row, name) for row in rows])
+        low, mean, high = interval(lambda some, of_M=ratio_M: np.exp(np.log(of_M)[some].mean(1)), len(rows))
+        extremes = (f"{one:.3f}" for one in (ratio_M.min(), ratio_M.max()))
+        table.add_row(name, f"{mean:.3f}", f"{low:.3f}-{high:.3f}", *extremes, str(int((ratio_M > 1.02).sum())))
     wide_console().print(table)
 
 
@@ -113,22 +102,29 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=12)
     parser.add_argument("--first-model", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps to observe at each start ({STEPS})")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--record", type=Path, default=Path("loop.jsonl"), help="continue this file")
+    parser.add_argument("--summarize", type=Path, nargs="+", help="print the means of these records, and end")
     given = parser.parse_args()
     quiet()
+    if given.summarize:
+        for path in given.summarize:
+            tell(path)
+        return
     os.environ["DREAMSHARD_OBSERVE"] = str(given.steps)
     with cpu_rank() as node, tempfile.TemporaryDirectory() as own:
-        rows = []
+        done = {line.get("seed") for line in node.gather(opened(given.record) if node.rank == 0 else [])[0]}
         for seed in range(given.first_model, given.first_model + given.models):
+            if seed in done:
+                continue
             os.environ["DREAMSHARD_HOME"] = str(Path(node.gather(own)[0]) / str(seed))
-            rows.append(measured(Tables.draw(seed, MOST_ROWS), node, given.steps))
+            row = measured(Tables.draw(seed, MOST_ROWS), node, given.steps)
+            gc.collect()  # models are cyclic
             if node.rank == 0:
-                print(seed, *(f"{name} {ratio(rows[-1], name):.3f}" for name in STARTS), flush=True)
+                append(given.record, {**row, "ranks": node.world_size, "observed_steps": given.steps})
+                print(seed, *(f"{name} {ratio(row, name):.3f}" for name in STARTS), flush=True)
         dist.barrier()  # before rank 0 removes the homes
     if node.rank == 0:
-        tell(summary_of(rows), len(rows))
-        result = {"ranks": node.world_size, "observed_steps": given.steps, "summary": summary_of(rows), "models": rows}
-        write_result(given.json, provenance(torch.device("cpu")), result)
+        tell(given.record)
     gc.collect()  # models hold the group, whose threads must not outlive Python
     dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 """Count how often the plan that is predicted to be the fastest trains the fastest, before and after ``learn``.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/fastest_plan.py --models 20 --record fastest-plan.jsonl
+    python benchmarks/fastest_plan.py --summarize fastest-plan.jsonl
 
 CPU ranks over gloo, one thread each. A model has 4 to 60 random tables and a small dense net; half of the models have a
 hot table, half have skewed ids. Plans are ours (with statistics of the batches, and told nothing), TorchRec's (with
@@ -23,7 +24,7 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,11 +185,13 @@ def verdict(row: Mapping[str, Any], costs: str) -> dict[str, Any]:
     }
 
 
-def tell(rows: Sequence[Mapping[str, Any]]) -> None:
+def tell(path: Path) -> None:
     """Print the shares of hits, the errors of predicted steps, and the ratios to TorchRec's default plan."""
-    table = table_of(
-        f"{len(rows)} models", "costs", "picked the fastest", "by chance", "picked over fastest", "steps are off"
-    )
+    rows = [line for line in opened(path) if "model" in line]
+    if not rows:
+        return
+    title = f"{path.name}: {len(rows)} models"
+    table = table_of(title, "costs", "picked the fastest", "by chance", "picked over fastest", "steps are off")
     for costs in ("shipped", "learned"):
         told = [verdict(row, costs) for row in rows]
         hits, chance = (np.mean([one[key] for one in told]) for key in ("is_fastest", "by_chance"))
@@ -212,9 +215,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="blocks of each model")
     parser.add_argument("--block-seconds", type=float, default=0.3)
     parser.add_argument("--observed-steps", type=int, default=50, help="under each observed plan")
-    parser.add_argument("--record", type=Path, required=True, help="continue this file, a line for each model")
+    parser.add_argument("--record", type=Path, default=Path("fastest-plan.jsonl"), help="continue this file")
+    parser.add_argument("--summarize", type=Path, nargs="+", help="print the tables of these records, and end")
     args = parser.parse_args()
     quiet()
+    if args.summarize:
+        for path in args.summarize:
+            tell(path)
+        return
     with cpu_rank() as node:
         lines = node.gather(opened(args.record) if node.rank == 0 else [])[0]
         rows = [line for line in lines if "model" in line]
@@ -230,7 +238,7 @@ def main() -> None:
                     append(args.record, rows[-1])
                     print(f"model {seed}: {rows[-1]['seconds']} s, {verdict(rows[-1], 'shipped')}", flush=True)
         if node.rank == 0:
-            tell(rows)
+            tell(args.record)
     gc.collect()  # models hold the group, whose threads must not outlive Python
     dist.destroy_process_group()
 

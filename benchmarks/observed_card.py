@@ -1,111 +1,156 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Learn the costs of kernels from observed steps of some models on one rank, and check them on other models.
+"""Learn the costs of kernels on one rank from the default observation of DLRMs, and check them on other DLRMs.
 
-    torchrun --standalone --nproc_per_node=1 benchmarks/observed_card.py --json observed-card.json
+    torchrun --standalone --nproc_per_node=1 benchmarks/observed_card.py --record observed-card.jsonl
 
-One rank has no exchanges and one way to lie, so models differ instead: each has tables of the collection drawn by its
-seed, of its own dim, batch and optimizer. ``learn`` corrects the bandwidths (``roofline``) and the network in use by
-the first models; errors are those on kernels of the others.
+Each DLRM has tables of the collection, a dim and a batch of its own. The first ones are planned by
+``DreamShardPlanner(topology, batch_size)`` in a home that is empty at first. Nothing is called but their steps: the
+default observation records them, and a background process learns from the newest runs. The other DLRMs are held out.
+Errors on their kernels are those of the bandwidths (``roofline``), of the checkpoint in use before, and of the learned
+costs. At last one DLRM is trained in turns with and without an observer.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import common.fast_kernels  # noqa: F401 (before torch)
 
 # isort: split
+import numpy as np
 import torch.distributed as dist
+from torchrec.distributed.planner import Topology
 
-from common.output import provenance, quiet, wide_console, write_result
+from closed_loop import wait_for_learning
+from common.output import append, interval, provenance, quiet
 from dlrm.job import Job, scale_tables
 from dlrm.options import Config, Node
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dlrm.steps import Trainee
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, observe
 from dreamshard_planner.checkpoints.choice import resolve, resolve_for
 from dreamshard_planner.cost.network import mape_2, predict_ms
-from dreamshard_planner.errors import CalibrationRefused
-from dreamshard_planner.observing.learning import ObservedSets, learn
+from dreamshard_planner.observing.automatic import EVERY, STEPS, WARM_UP_STEPS
+from dreamshard_planner.observing.learning import ObservedSets
 from dreamshard_planner.observing.observation import Observation
+from dreamshard_planner.planning.ranks import RankHardware, read_topology
 from dreamshard_planner.workload.pools import named_pool
-from observed.learned import LEARNED, arbitrary_plan
-
-WARMUP_STEPS = 3
 
 
-def observed(seed: int, node: Node, args: argparse.Namespace) -> Observation:
-    """Train a model, and observe its steps."""
-    drawn = random.Random(seed)
+def drawn(seed: int, node: Node, args: argparse.Namespace) -> Job:
+    """Return a DLRM with tables, dim and batch drawn by its seed."""
+    chosen = random.Random(seed)
     config = Config(
         planners="dreamshard",
-        count=drawn.randint(4, 26),
-        dim=drawn.choice((32, 64, 128, 256)),
-        batch_size=args.batch_size >> drawn.randint(0, 2),
-        optimizer=drawn.choice(("rowwise_adagrad", "sgd")),
+        count=chosen.randint(4, 26),
+        dim=chosen.choice((32, 64, 128, 256)),
+        batch_size=args.batch_size >> chosen.randint(0, 2),
         max_rows=args.max_rows,
         size="small",
-        steps=4,
+        steps=2,  # as many batches
         seed=seed,
     ).on(node.device.type)
-    pool = drawn.sample(named_pool(config.tables), config.count)
-    tables, _ = scale_tables(pool, config.max_rows, config.dim)
-    job = Job.of(tables, config, node)
-    one = job.trainee(arbitrary_plan(job, 0), pipelined=False)
-    one.train(WARMUP_STEPS, timed=False)
-    seen = one.observed(args.steps)
-    del one
-    gc.collect()  # models are cyclic
-    return seen
+    tables, _ = scale_tables(chosen.sample(named_pool(config.tables), config.count), config.max_rows, config.dim)
+    return Job.of(tables, config, node)
+
+
+def topology_of(node: Node) -> Topology:
+    """Return the topology that planners read from this hardware."""
+    return read_topology(node.device.type, [RankHardware.here(node.device.type)] * node.world_size)
+
+
+def started(job: Job, observed: bool) -> tuple[Trainee, DreamShardPlanner]:
+    """Start a training as a user does, with or without the default observation."""
+    planner = DreamShardPlanner(topology_of(job.node), batch_size=job.config.batch_size, debug=False)
+    model = DistributedModelParallel(job.fresh_model(), device=job.node.device, planner=planner, observe=observed)
+    return Trainee(model, job.batches, job.node, pipelined=False), planner
+
+
+def described(job: Job, planner: DreamShardPlanner) -> dict[str, Any]:
+    """Return what was trained, and the first line of the plan's report."""
+    told = {"tables": len(job.tables), "dim": job.tables[0].dim, "batch_size": job.config.batch_size}
+    return {"seed": job.config.seed, **told, "report": str(planner.report()).splitlines()[0]}
+
+
+def overhead(one: Trainee, pairs: int) -> dict[str, Any]:
+    """Return the share of a step that an observer takes, from pairs of blocks with and without it."""
+    ms_N2: list[list[float]] = []
+    for pair in range(pairs):
+        block_ms = {}
+        for on in (True, False) if pair % 2 == 0 else (False, True):
+            with observe(one.model, every=EVERY) if on else nullcontext():
+                block_ms[on], _ = one.train(EVERY, timed=False)
+        ms_N2.append([block_ms[True], block_ms[False]])
+    with_N, without_N = np.array(ms_N2).T
+    return {
+        "overhead": interval(lambda some: np.median((with_N / without_N)[some], 1) - 1, pairs),
+        "noise": interval(lambda some: np.median((without_N[1:] / without_N[:-1])[some], 1) - 1, pairs - 1),
+        "step_ms": float(np.median(without_N)),
+        "blocks_ms": ms_N2,
+    }
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=24, help="two of three teach, the others check")
-    parser.add_argument("--steps", type=int, default=40, help="observed of each model")
-    parser.add_argument("--batch-size", type=int, default=32768)
+    parser.add_argument("--models", type=int, default=8, help="that teach")
+    parser.add_argument("--held-out", type=int, default=8, help="models that check")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"to observe of a model that teaches ({STEPS})")
+    parser.add_argument("--pairs", type=int, default=20, help="blocks with an observer, and as many without")
+    parser.add_argument("--batch-size", type=int, default=32768, help="of the largest models")
     parser.add_argument("--max-rows", type=int, default=200_000)
-    parser.add_argument("--seconds", type=float, default=45.0, help="begin no model later than this")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=90.0, help="of the teaching and of the checks: half each")
+    parser.add_argument("--record", type=Path, default=Path("observed-card.jsonl"), help="add lines to this file")
     args = parser.parse_args()
     quiet()
-    node, started, seen = Node.join(), time.monotonic(), []
-    for seed in range(args.models):
-        if time.monotonic() - started < args.seconds:
-            seen.append(observed(seed, node, args))
-    teach = merged([one for index, one in enumerate(seen) if index % 3 != 2])
-    checks = ObservedSets.of(merged(seen[2::3])).sets
-    kernels = [len(ObservedSets.of(teach).sets), len(checks)]
-    told: dict[str, Any] = {"models": len(seen), "kernels": kernels, "errors": {}}
-    priors = {"roofline": resolve("roofline", node.device.type), "auto": resolve_for(node.topology(), "auto")}
-    for name, prior in priors.items():
-        for which, checkpoint in ((name, prior), (name + LEARNED, learned(prior, teach))):
-            predicted_ms = predict_ms(checkpoint.compute_cost(node.topology()), checks)
-            told["errors"][which] = mape_2(predicted_ms, checks.labels_ms_X2).tolist()
-            wide_console().print(which, checkpoint.name, *(f"{error:.1%}" for error in told["errors"][which]))
-    told["measured_ms"] = checks.labels_ms_X2.tolist()
-    write_result(args.json, provenance(node.device), told)
+    os.environ["DREAMSHARD_OBSERVE"] = str(args.steps)
+    node, begun = Node.join(), time.monotonic()
+    topology = topology_of(node)
+    append(args.record, provenance(node.device))
+
+    def tell(**line: Any) -> None:
+        append(args.record, line | {"seconds": round(time.monotonic() - begun, 1)})
+        print(line, flush=True)
+
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["DREAMSHARD_HOME"] = home
+        costs = {"roofline": resolve("roofline", node.device.type), "before": resolve_for(topology, "auto")}
+        for seed in range(args.models):
+            if time.monotonic() - begun < args.seconds / 2:
+                job = drawn(seed, node, args)
+                one, planner = started(job, observed=True)
+                one.train(WARM_UP_STEPS + args.steps + 3, timed=False)
+                tell(teaches=described(job, planner))
+                del one, planner
+                gc.collect()  # models are cyclic
+        wait_for_learning()
+        costs["learned"] = resolve_for(topology, "auto")
+        tell(costs={name: one.name for name, one in costs.items()}, learned=costs["learned"].metadata.get("learned"))
+        seen: list[Observation] = []
+        for seed in range(args.models, args.models + args.held_out):
+            if time.monotonic() - begun < args.seconds or not seen:
+                job = drawn(seed, node, args)
+                one, planner = started(job, observed=False)
+                one.train(WARM_UP_STEPS, timed=False)
+                seen.append(one.observed(EVERY))
+                tell(checks=described(job, planner))
+                gc.collect()
+        checks = ObservedSets.of(Observation.merge({str(index): part for index, part in enumerate(seen)})).sets
+        for name, checkpoint in costs.items():
+            predicted_ms = predict_ms(checkpoint.compute_cost(topology), checks)
+            tell(which=name, errors=mape_2(predicted_ms, checks.labels_ms_X2).tolist(), ms=predicted_ms.tolist())
+        tell(measured_ms=checks.labels_ms_X2.tolist())
+        tell(**overhead(one, args.pairs))
+    del one
     gc.collect()
     dist.destroy_process_group()
-
-
-def learned(prior: Checkpoint, seen: Observation) -> Checkpoint:
-    """Return what observations make of costs; the prior, where learning is refused."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return learn(prior, seen, Path(folder) / "learned.safetensors")
-        except CalibrationRefused:
-            return prior
-
-
-def merged(parts: list[Observation]) -> Observation:
-    """Return observations of several models as one."""
-    return Observation.merge({str(index): part for index, part in enumerate(parts)})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,15 @@ def test_shards_of_the_published_plan_cover_every_table() -> None:
     assert found == sizes and len(sizes) == 1935
 
 
+def test_every_planner_of_a_task_fills_every_rank() -> None:
+    tables = tuple(Table(f"t{index}", 1000, 16, (FeatureStatistics(4.0),), optimizer="sgd") for index in range(2))
+    plans = gpu_contest.Task("small", tables, 8).plans(limit=5.0)
+    assert list(plans) == [gpu_contest.BASE, gpu_contest.OURS, gpu_contest.SAME_SLICES]
+    for entry in plans.values():
+        assert len(entry["kernels"]) == len(entry["extra_ms"]) == len(entry["predicted_ms"]) == 8
+        assert sum(entry["types"].values()) == 2 and max(entry["predicted_ms"]) > 0
+
+
 def test_each_rank_takes_the_sum_of_its_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
