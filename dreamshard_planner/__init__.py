@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from dreamshard_planner.model_parallel import DistributedModelParallel as DistributedModelParallel
     from dreamshard_planner.observing.observation import Observation as Observation
     from dreamshard_planner.observing.observer import observe as observe
+    from dreamshard_planner.observing.step_comparison import StepComparison as StepComparison
+    from dreamshard_planner.observing.step_comparison import compare_steps as compare_steps
     from dreamshard_planner.planner import DreamShardPlanner as DreamShardPlanner
     from dreamshard_planner.planning.explanation import Explanation as Explanation
     from dreamshard_planner.planning.ranks import ShardingGroups as ShardingGroups
@@ -70,10 +72,12 @@ _HOMES = {
     "SavedPlan": "plans.plan_file",
     "ShardingGroups": "planning.ranks",
     "StatisticsError": "errors",
+    "StepComparison": "observing.step_comparison",
     "TableStatistics": "workload.statistics",
     "TaskError": "errors",
     "attach_optimizers": "torchrec_components.replica_optimizers",
     "compare": "plans.comparison",
+    "compare_steps": "observing.step_comparison",
     "load_across_plans": "across_plans.loading",
     "load_hot_rows": "hot_rows.hot_set_file",
     "observe": "observing.observer",

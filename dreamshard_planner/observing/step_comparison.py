@@ -1,0 +1,220 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""A/B tests of plans: in one job, models under several plans train in turns.
+
+Shapes: C models of a plan, K models of another plan, N rounds, R rows, D columns.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dreamshard_planner.observing.hooks import kernels_in, lookups_of
+from dreamshard_planner.observing.observation import WARM_UP, Observation, RankSteps
+from dreamshard_planner.observing.observer import END_DEFAULT, observe
+
+Step = Callable[[Iterator[Any]], object]
+"""Trains one step on the next batch of an iterator, as ``progress`` of TorchRec's pipelines does."""
+Interval = tuple[float, float, float]
+"""Lower end of a 95 % interval, value, and upper end."""
+
+ROWS_AT_ONCE = 1 << 16
+"""Rows that get their weights at once, to bound memory."""
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """Training steps under several plans. ``print`` shows ratios to the first plan, and which work differs."""
+
+    step_ms: dict[str, list[list[float]]]
+    """Milliseconds per step of each plan's models, by round; a block takes as long as on its slowest rank."""
+    block_steps: int
+    """Steps of one model before it is another's turn."""
+    observed: dict[str, Observation]
+    """Steps of a model of each plan that were observed after the rounds, with all ranks."""
+
+    def ratio(self, plan: str, base: str = "") -> Interval:
+        """Return the step under a plan over that under another one, by default the first; below 1 is faster."""
+        return ratio_interval(self.step_ms[plan], self.step_ms[base or next(iter(self.step_ms))])
+
+    def work(self, plan: str) -> dict[str, str]:
+        """Return a step's embedding work in words, by kind: kernels of each sharding type, and collectives."""
+        (run,) = self.observed[plan].runs
+        kinds = dict.fromkeys(kernel.sharding_type for rank in run.ranks for kernel in rank.kernels)
+        kernels_ms = {kind: sorted(_kernels_ms(rank, kind) for rank in run.ranks) for kind in sorted(kinds)}
+        return {
+            **{f"{kind} kernels": f"{ms[0]:.2f}-{ms[-1]:.2f} ms" for kind, ms in kernels_ms.items()},
+            **{name: f"{one.ms:.2f} ms, {max(one.bytes) / 1e6:.2f} MB" for name, one in run.collectives.items()},
+        }
+
+    def __str__(self) -> str:
+        base, copies = next(iter(self.step_ms)), next(iter(self.step_ms.values()))
+        rows = [("plan", "step ms", f"x {base}", "95 %", "")]
+        for name, block_ms in self.step_ms.items():
+            low, ratio, high = self.ratio(name)
+            verdict = "faster" if high < 1 else "slower" if low > 1 else "no difference shown"
+            told = (f"{ratio:.3f}", f"{low:.3f}-{high:.3f}", verdict) if name != base else ("", "", "")
+            rows.append((name, f"{np.median(block_ms):.2f}", *told))
+        work = {name: self.work(name) for name in self.observed}
+        kinds = dict.fromkeys(kind for of_plan in work.values() for kind in of_plan)
+        differing = [("embedding work of a step", *work)]
+        differing += [(kind, *(of_plan.get(kind, "-") for of_plan in work.values())) for kind in kinds]
+        size = f"{len(copies)} model(s) of each plan, {len(copies[0])} rounds of {self.block_steps} steps each"
+        legend = "Kernels: fastest to slowest rank. Collectives: without waiting for the slowest rank; most bytes sent."
+        return "\n".join([size, *_columns(rows), "", *_columns(differing), legend])
+
+
+def compare_steps(
+    build: Callable[[Any], tuple[nn.Module, Step]],
+    plans: Mapping[str, Any],
+    batches: Sequence[Any],
+    *,
+    copies: int = 2,
+    rounds: int = 10,
+    block_seconds: float = 0.5,
+    observed_steps: int = 20,
+    seed: int = 0,
+) -> StepComparison:
+    """Measure training steps under several plans, on all ranks of a job.
+
+    Every plan gets models with equal weights, which train on equal batches: a block of steps of one model after a block
+    of another, in an order that is shuffled anew in each round. Other load of the machine hits all plans alike.
+
+    Args:
+        build: gets one of ``plans``; returns a new sharded model, and a function that trains one step of it on the next
+            batch of an iterator.
+        plans: by name, anything that ``build`` understands: planners, sharding plans, settings. The first is the base.
+        batches: this rank's batches. Models go round them.
+        copies: models of each plan. A model's place in memory alone changes its steps by some percent. All models are
+            in memory at once.
+        rounds: blocks of each model.
+        block_seconds: length of a block.
+        observed_steps: steps of each plan that are observed afterwards, for the times of kernels and collectives.
+        seed: of weights and order. Each call of ``build`` finds torch's generators in this state.
+
+    Raises:
+        ValueError: a count is below 1, or there are no plans or batches.
+        ObservationError: a model has no sharded embeddings.
+    """
+    counts = {"copies": copies, "rounds": rounds, "observed_steps": observed_steps, "batches": len(batches)}
+    if min(counts.values(), default=0) < 1 or not plans:
+        raise ValueError(f"there must be a plan, and each of these at least 1: {counts}")
+    order, models = random.Random(seed), [(name, copy) for name in plans for copy in range(copies)]
+    trainees: dict[tuple[str, int], _Trainee] = {}
+    for name, copy in order.sample(models, len(models)):
+        torch.manual_seed(seed)
+        trainees[name, copy] = _Trainee(*build(plans[name]), batches)
+    for trainee in trainees.values():
+        trainee.train(WARM_UP)
+    step_ms = max(_gathered(trainees[models[0]].train(WARM_UP)))
+    block = max(2, round(1e3 * block_seconds / step_ms))
+    blocks_ms: dict[tuple[str, int], list[float]] = {model: [] for model in models}
+    for _ in range(rounds):
+        for model in order.sample(models, len(models)):
+            blocks_ms[model].append(trainees[model].train(block))
+    slowest_ms = np.max(_gathered(list(blocks_ms.values())), axis=0).reshape(len(plans), copies, rounds)
+    observed = {name: trainees[name, 0].observed(observed_steps) for name in plans}
+    del trainees
+    gc.collect()  # models are cyclic, and hold the process group
+    return StepComparison(dict(zip(plans, slowest_ms.tolist(), strict=True)), block, observed)
+
+
+class _Trainee:
+    """A model in training on this rank."""
+
+    def __init__(self, model: nn.Module, step: Step, batches: Sequence[Any]) -> None:
+        while END_DEFAULT:  # else DistributedModelParallel observes one of the models
+            END_DEFAULT.pop()()
+        _equalize(model)
+        self._model, self._step, self._batches = model, step, itertools.cycle(batches)
+        self._device = next(model.parameters()).device
+
+    def train(self, steps: int) -> float:
+        """Train so many steps, and return the milliseconds of one; ranks begin together."""
+        self._wait_for_device()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._step(self._batches)
+        self._wait_for_device()
+        return 1e3 * (time.perf_counter() - start) / steps
+
+    def observed(self, steps: int) -> Observation:
+        """Train, and return the observation of so many steps on all ranks."""
+        with observe(self._model, every=max(1, steps // 4)) as seen:
+            self.train(steps + 1)
+        return Observation.merge({f"rank {rank}": one for rank, one in enumerate(_gathered(seen.observation()))})
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+@torch.no_grad()
+def _equalize(model: nn.Module) -> None:
+    """Give tables weights that follow from their rows and columns, however they are sharded; key-value tables keep
+    theirs."""
+    state = model.state_dict()
+    kernels: list[Any] = [kernel for *_, lookup in lookups_of(model) for kernel in kernels_in(lookup)]
+    for kernel in kernels:
+        for table, weights in zip(kernel.config.embedding_tables, kernel.split_embedding_weights(), strict=True):
+            if isinstance(weights, Tensor):
+                metadata = table.local_metadata
+                _fill(weights, (0, 0) if metadata is None else metadata.shard_offsets, table.num_embeddings)
+    model.load_state_dict(state)  # replicas of hot rows follow
+
+
+def _fill(weights_RD: Tensor, offset: Sequence[int], table_rows: int) -> None:
+    """Fill a shard that begins at a row and column of its table with weights up to one over the root of its rows."""
+    columns_D = torch.arange(offset[1], offset[1] + weights_RD.shape[1], device=weights_RD.device) * 104_729
+    for start, part_RD in enumerate(weights_RD.split(ROWS_AT_ONCE)):
+        first = offset[0] + start * ROWS_AT_ONCE
+        rows_R = torch.arange(first, first + len(part_RD), device=weights_RD.device) * 7_919
+        part_RD.copy_(((rows_R[:, None] + columns_D) % 65_537 / 32_768.5 - 1) * table_rows**-0.5)
+
+
+def ratio_interval(block_ms_CN: Sequence[Sequence[float]], base_ms_KN: Sequence[Sequence[float]]) -> Interval:
+    """Return the median ratio over rounds, as the geometric mean over pairs of models, with its bootstrap interval.
+
+    Other load hits both blocks of a round. The bootstrap resamples models and rounds.
+    """
+    logs_CKN = np.log(np.array(block_ms_CN))[:, None] - np.log(np.array(base_ms_KN))
+    generator = np.random.default_rng(0)
+
+    def resampled() -> float:
+        c, k, n = (generator.integers(size, size=size) for size in logs_CKN.shape)
+        return float(np.exp(np.median(logs_CKN[np.ix_(c, k, n)], axis=-1).mean()))
+
+    low, high = np.percentile([resampled() for _ in range(1000)], (2.5, 97.5))
+    return float(low), float(np.exp(np.median(logs_CKN, axis=-1).mean())), float(high)
+
+
+def _gathered(thing: Any) -> list[Any]:
+    """Return one thing of every rank, on all ranks."""
+    things: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(things, thing)
+    return things
+
+
+def _kernels_ms(rank: RankSteps, kind: str) -> float:
+    """Return a rank's milliseconds of kernels of a sharding type, forward and backward."""
+    mine = [index for index, kernel in enumerate(rank.kernels) if kernel.sharding_type == kind]
+    return sum(rank.median(f"kernel {index} {way}") for index in mine for way in ("forward", "backward"))
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of cells: the first column flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([f"{first:<{widths[0]}}", *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in rows
+    ]
