@@ -2,11 +2,16 @@
 """Training steps and exchanged bytes of sequence tables with hot rows on every rank, against row_wise tables.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/hot_rows.py --record hot-rows.jsonl
+    torchrun --standalone --nproc_per_node=1 benchmarks/hot_rows.py --hot-rows 50000 --exponents 1.05 --batch-size 4096
 
-CPU ranks over gloo, one thread each. Two sequence tables with row-wise Adagrad have the same reads by a power law, at
-random rows. The planner chooses hot rows from statistics of other batches, within --memory of a rank's part of the
-tables. Contenders are tables without and with TorchRec's index dedup, and with hot rows; they train the same batches,
-in blocks that come in shuffled turns. A block takes as long as on its slowest rank. A round's ratio is of its blocks.
+CPU ranks over gloo, one thread each, or a GPU a rank. Two sequence tables with row-wise Adagrad have the same reads by
+a power law, at random rows. The planner chooses hot rows from statistics of other batches, within --memory of a rank's
+part of the tables. Contenders: tables without and with TorchRec's index dedup, and with hot rows. They train the same
+batches, in blocks that come in shuffled turns. A block takes as long as on its slowest rank. A round's ratio is of its
+blocks.
+
+With --hot-rows, so many rows of each table are hot, whatever the planner would choose. On one rank this shows what
+splitting takes: nothing is exchanged, and each pass is timed by itself.
 
 Bytes are counted where ranks call collectives: the bytes that a rank sends to others, its mean. FBGEMM has no CPU
 kernel for index dedup; ``common/dedup_on_cpu.py`` is a slow one, so steps with it are slower than its bytes suggest.
@@ -43,8 +48,10 @@ from common.dedup_on_cpu import dedup_on_cpu
 from common.output import append, interval, provenance, quiet
 from dlrm.options import Node, cpu_rank
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner.hot_rows.hot_set import HotRows, replicate_hot_rows
+from dreamshard_planner.hot_rows.routing import HotIndex
 
-FEATURES, BATCHES, COUNTED = ["f0", "f1"], 2, 8
+FEATURES, BATCHES, COUNTED, PASSES = ["f0", "f1"], 2, 8, 20
 ROW_WISE, DEDUP, HOT = "row_wise", "row_wise, index dedup", "hot rows"
 
 
@@ -75,6 +82,10 @@ class PowerLaw:
         self._args = args
         self._place = torch.randperm(args.rows, generator=torch.Generator().manual_seed(1))
         self._below = (torch.arange(1, args.rows + 1, dtype=torch.float64) ** -exponent).cumsum(0)
+
+    def hottest(self, rows: int) -> Tensor:
+        """Return the ids of the rows that are read most."""
+        return self._place[:rows]
 
     def batches(self, number: int, seed: int) -> list[KeyedJaggedTensor]:
         """Return so many batches of a rank."""
@@ -117,18 +128,25 @@ class SentBytes:
 class Contender:
     """A sharded model in training."""
 
-    def __init__(self, name: str, args: argparse.Namespace, statistics: TableStatistics, node: Node) -> None:
+    def __init__(
+        self, name: str, args: argparse.Namespace, law: PowerLaw, statistics: TableStatistics | None, node: Node
+    ) -> None:
         rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
         self.planner = DreamShardPlanner(
             batch_size=args.batch_size,
             statistics=statistics,
             constraints={f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(len(FEATURES))},
-            hot_rows_bytes=int(rank_bytes * args.memory) if name == HOT else 0,
+            hot_rows_bytes=int(rank_bytes * args.memory) if name == HOT and statistics else 0,
+            optimizers_attached=True,
             debug=False,
         )
         sharders = [EmbeddingCollectionSharder(use_index_dedup=name == DEDUP)]
         model = SequenceModel(args.rows, args.dim)
-        self.model = DistributedModelParallel(model, device=node.device, planner=self.planner, sharders=sharders)
+        plan = self.planner.collective_plan(model, sharders, dist.group.WORLD)
+        if name == HOT and args.hot_rows:
+            plan = replicate_hot_rows(plan, {f"ec.t{i}": law.hottest(args.hot_rows) for i in range(len(FEATURES))})
+        self.model = DistributedModelParallel(model, device=node.device, plan=plan, sharders=sharders)
+        self._synchronize = node.synchronize
         for value in self.model.state_dict().values():
             for shard in getattr(value, "local_shards", list)():
                 shard.tensor.uniform_(-0.01, 0.01)
@@ -145,48 +163,91 @@ class Contender:
             self._optimizer.zero_grad()
             self.model(batch).backward()
             self._optimizer.step()
-        block_ms = torch.tensor((time.perf_counter() - start) * 1e3 / len(batches))
+        self._synchronize()
+        block_ms = torch.tensor((time.perf_counter() - start) * 1e3 / len(batches), device=batches[0].device())
         dist.all_reduce(block_ms, op=dist.ReduceOp.MAX)
         self.blocks_ms.append(float(block_ms))
+
+    def passes_ms(self, batch: KeyedJaggedTensor) -> list[float]:
+        """Return the median milliseconds of a forward and of a backward pass, each waited for."""
+        ms_N2 = []
+        for _ in range(PASSES):
+            loss: list[Tensor] = []
+            forward_ms = timed_ms(lambda loss=loss: loss.append(self.model(batch)), self._synchronize)
+            ms_N2.append([forward_ms, timed_ms(loss[0].backward, self._synchronize)])
+        return np.median(ms_N2, 0).tolist()
+
+
+def timed_ms(call: Callable[[], Any], synchronize: Callable[[], None]) -> float:
+    """Return the milliseconds of a call, from and to an idle device."""
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def split_alone(
+    args: argparse.Namespace, law: PowerLaw, contenders: dict[str, Contender], batch: KeyedJaggedTensor, node: Node
+) -> dict[str, Any]:
+    """Return milliseconds of single passes, and of routing alone, with the share of lookups that are of hot rows."""
+    hot = {f"t{i}": HotRows(law.hottest(args.hot_rows), args.rows) for i in range(len(FEATURES))}
+    index = HotIndex(hot, list(hot), node.device)
+    routing_ms = [timed_ms(lambda: index.route(batch), node.synchronize) for _ in range(PASSES)]
+    return {
+        "passes_ms": {name: one.passes_ms(batch) for name, one in contenders.items()},
+        "routing_ms": float(np.median(routing_ms)),
+        "hot_share": len(index.route(batch).position_H) / len(batch.values()),
+    }
 
 
 def measured(args: argparse.Namespace, exponent: float, node: Node, sent: SentBytes) -> dict[str, Any]:
     """Train all contenders on reads by one power law."""
-    law = PowerLaw(args, exponent)
-    statistics = TableStatistics.from_batches(law.batches(COUNTED, seed=100 + node.rank)).all_gather()
-    batches, order = law.batches(BATCHES, seed=node.rank), random.Random(0)
-    contenders = {name: Contender(name, args, statistics, node) for name in (ROW_WISE, DEDUP, HOT)}
+    law, statistics = PowerLaw(args, exponent), None
+    if not args.hot_rows:
+        statistics = TableStatistics.from_batches(law.batches(COUNTED, seed=100 + node.rank)).all_gather()
+    batches, order = [one.to(node.device) for one in law.batches(BATCHES, seed=node.rank)], random.Random(0)
+    names = (ROW_WISE, HOT) if args.hot_rows else (ROW_WISE, DEDUP, HOT)
+    contenders = {name: Contender(name, args, law, statistics, node) for name in names}
     bytes_sent: dict[str, float] = {}
     for name, contender in contenders.items():
         contender.train(batches[:1])
         before = sent.total
         contender.train(batches)
-        mean = torch.tensor((sent.total - before) / len(batches), dtype=torch.float64)
+        mean = torch.tensor((sent.total - before) / len(batches), dtype=torch.float64, device=node.device)
         dist.all_reduce(mean)
         bytes_sent[name] = float(mean) / node.world_size
         contender.blocks_ms.clear()
     for _ in range(args.rounds):
         for name in order.sample(sorted(contenders), len(contenders)):
             contenders[name].train(batches)
+    told: dict[str, Any] = {
+        "exponent": exponent,
+        "rows": args.rows,
+        "dim": args.dim,
+        "lookups": args.batch_size * args.lookups,
+        "sent_bytes": bytes_sent,
+        "step_ms": {name: float(np.median(one.blocks_ms)) for name, one in contenders.items()},
+    }
+    base = np.array(contenders[ROW_WISE].blocks_ms)
+    told["step_over_row_wise"] = {
+        name: interval(lambda at, one=one: np.median(np.array(one.blocks_ms)[at] / base[at], 1), len(base))
+        for name, one in contenders.items()
+    }
+    if args.hot_rows:
+        return told | {"hot_rows": args.hot_rows} | split_alone(args, law, contenders, batches[0], node)
     if node.rank:
-        return {}
+        return told
     notes = contenders[HOT].planner.report().notes
     predicted = next(note.figures for note in notes if note.code == "hot_rows")
     rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
-    base = np.array(contenders[ROW_WISE].blocks_ms)
     return {
-        "exponent": exponent,
+        **told,
         "hot_rows": predicted["hot_rows"],
         "memory_share": predicted["memory_bytes"] / rank_bytes,
-        "sent_bytes": bytes_sent,
         "sent_over_row_wise": {name: sent / bytes_sent[ROW_WISE] for name, sent in bytes_sent.items()},
         "predicted": predicted,
         "predicted_over_counted_bytes": predicted["after_bytes"] / bytes_sent[HOT] if predicted["hot_rows"] else None,
-        "step_ms": {name: float(np.median(one.blocks_ms)) for name, one in contenders.items()},
-        "step_over_row_wise": {
-            name: interval(lambda at, one=one: np.median(np.array(one.blocks_ms)[at] / base[at], 1), len(base))
-            for name, one in contenders.items()
-        },
     }
 
 
@@ -198,6 +259,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256, help="of a rank")
     parser.add_argument("--lookups", type=int, default=200, help="of a sample, by each table")
     parser.add_argument("--memory", type=float, default=0.05, help="most memory for hot rows, over a rank's tables")
+    parser.add_argument("--hot-rows", type=int, default=0, help="of each table; 0: the planner chooses")
     parser.add_argument("--exponents", default="1.05,0.8,0", help="of the power laws; 0: all rows alike")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--record", type=Path, help="add lines to this file")
