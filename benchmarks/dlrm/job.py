@@ -32,10 +32,10 @@ from dlrm.options import ONLY, OPTIMIZERS, OURS, SIZES, WITHOUT, Config, Node
 from dlrm.steps import Trainee
 from dreamshard_planner import Checkpoint, DistributedModelParallel, DreamShardPlanner, TableStatistics
 from dreamshard_planner.checkpoints.choice import resolve_for
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.measure.kernels import draw_inputs
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.infeasible import infeasible
-from dreamshard_planner.planning.search_plan import wide_units_laid_down
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.placing import place_by_heuristic
 from dreamshard_planner.search_space.sharding_types import DP, SHARDING_TYPES
@@ -296,10 +296,11 @@ class RulePartitioner(Partitioner):
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Return ``proposal`` with ranks; raises ``PlannerError`` if the heuristic runs out of memory."""
         read = self._context.read(proposal, storage_constraint)
-        chosen = wide_units_laid_down(self._context.cost(read))
+        cost = self._context.cost(read)
+        chosen = cost.chosen(Sharding((0,) * len(read.options), ((0,),) * len(read.options)))
         assignment_S = place_by_heuristic(chosen.cost.problem, self._rule)
         if assignment_S is None:
-            raise infeasible(chosen.cost.problem, False, self._context.splitting_left_out)
+            raise infeasible(chosen.cost.problem, self._context.splitting_left_out)
         read.assign(chosen.placed(assignment_S))
         return proposal
 

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
 from fractions import Fraction
 from functools import partial, wraps
@@ -251,14 +251,14 @@ class RatingOptions(SearchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanningOptions(RatingOptions):
-    """Options of every command that plans a new job."""
+class JobOptions(RatingOptions):
+    """Options of ``plan``: the job."""
 
-    tables: Annotated[str | None, TABLES] = None
-    gpus_per_node: Annotated[int | None, RANKS] = None
+    tables: Annotated[str, TABLES]
+    gpus_per_node: Annotated[int, RANKS]
     nodes: Annotated[int, NODES] = 1
     gpu: Annotated[str | None, typer.Option(help=f"Model of GPU: {', '.join(GPUS)}.")] = None
-    batch_size: Annotated[int | None, BATCH_SIZE] = None
+    batch_size: Annotated[int, BATCH_SIZE]
     device: Annotated[Device, typer.Option(help="Device that trains.", **ADVANCED)] = Device.cuda
     memory: Annotated[int | None, SIZE(help="Memory of one rank, as 80GB.", **ADVANCED)] = None
     memory_bandwidth: Annotated[float | None, RATE(help="Bandwidth of that memory, as 2039GB/s.", **ADVANCED)] = None
@@ -298,12 +298,12 @@ class PlanningOptions(RatingOptions):
         bool, typer.Option(help="Leave out sharding types that change the training.", **ADVANCED)
     ] = True
 
-    def machine(self, ranks_per_host: int) -> Machine:
+    def machine(self) -> Machine:
         """Return the ranks that train."""
         if self.device is Device.cpu and self.host_memory is not None:
             raise typer.BadParameter("--host-memory is of GPUs' hosts: give CPU ranks' memory as --memory")
         return Machine(
-            ranks_per_host=ranks_per_host,
+            ranks_per_host=self.gpus_per_node,
             hosts=self.nodes,
             device=self.device.value,
             gpu=None if self.gpu is None else self.gpu.lower(),
@@ -316,12 +316,9 @@ class PlanningOptions(RatingOptions):
 
     def job(self) -> Job:
         """Return the job; finds mistakes in it before anything is planned."""
-        if self.tables is None or self.gpus_per_node is None or self.batch_size is None:
-            missing = [flag(name) for name in ("tables", "gpus_per_node", "batch_size") if getattr(self, name) is None]
-            raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
         if self.sync_interval != 1 and self.sharding_group is None:
             raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
-        machine, rules = self.machine(self.gpus_per_node), self._placement_rules()
+        machine, rules = self.machine(), self._placement_rules()
         from dreamshard_planner.offline.jobs import Job, read_model
         from dreamshard_planner.planning.ranks import ShardingGroups
 
@@ -336,9 +333,10 @@ class PlanningOptions(RatingOptions):
             "sharding_groups": None if size is None else ShardingGroups(size=size, sync_interval=self.sync_interval),
             **self.settings(),
         }
-        return _doubted(
-            Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
-        )
+        job = Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
+        for text in job.doubtful:
+            typer.echo(f"note: {text}", err=True)
+        return job
 
     def _placement_rules(self) -> PlacementRules | None:
         if not (self.together or self.apart or self.on_ranks):
@@ -368,34 +366,6 @@ class PlanningOptions(RatingOptions):
                 f"--sharding-types: {unknown[0] if unknown else given!r} is none of {', '.join(SHARDING_TYPES)}"
             )
         return types
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions(PlanningOptions):
-    """Options of ``plan``, which has to be told the job."""
-
-    tables: Annotated[str, TABLES] = field()
-    gpus_per_node: Annotated[int, RANKS] = field()
-    batch_size: Annotated[int, BATCH_SIZE] = field()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOrJobOptions(PlanningOptions):
-    """Options of commands that take the job from a plan as well."""
-
-    plan: Annotated[
-        Path | None, typer.Argument(help="A plan, .json, whose job to take; or give --tables and the others.")
-    ] = None
-
-    def job(self) -> Job:
-        """Return the given job, or the plan's with the given statistics, costs and search."""
-        if self.plan is None:
-            return super().job()
-        beside = {entry.name for entry in fields(RatingOptions)} | {"plan"}
-        given = (entry for entry in fields(self) if getattr(self, entry.name) != entry.default)
-        if twice := sorted(flag(entry.name) for entry in given if entry.name not in beside):
-            raise typer.BadParameter(f"{self.plan} says what to plan: leave out {', '.join(twice)}")
-        return _doubted(self.job_of(load_plan(self.plan)))
 
 
 def takes(options: type[SearchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -443,14 +413,3 @@ def tell_other_statistics(saved: SavedPlan, known: TableStatistics | None, given
 
     if told := check_statistics(saved, known, given is not None):
         typer.echo(f"note: {told}", err=True)
-
-
-def _doubted(job: Job) -> Job:
-    """Note on stderr what is odd about a job."""
-    for text in job.doubtful:
-        typer.echo(f"note: {text}", err=True)
-    return job
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -24,7 +24,6 @@ from dreamshard_planner.cli.options import (
     HtmlOption,
     JobOptions,
     PlanArgument,
-    PlanOrJobOptions,
     PlanOutput,
     RatingOptions,
     bytes_per_s,
@@ -94,13 +93,14 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 @command(
-    "dreamshard what-if --tables mlperf_dlrm_dcnv2 --gpus-per-node 8 --gpu h100 --batch-size 8192 --vary nodes=1,2",
+    "dreamshard what-if plan.json --vary nodes=1,2",
     Panel.plan,
     name="what-if",
 )
-@takes(PlanOrJobOptions)
+@takes(RatingOptions)
 def what_if(
-    options: PlanOrJobOptions,
+    options: RatingOptions,
+    plan: PlanArgument,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -115,14 +115,14 @@ def what_if(
     varied: dict[str, list[Any]] = {}
     for axis, values in map(_axis, vary or ()):
         varied[axis] = list(dict.fromkeys([*varied.get(axis, ()), *values]))
-    job = options.job()
-    if options.plan is not None:
-        tell_other_statistics(load_plan(options.plan), job.model.statistics, options.statistics)
+    saved = load_plan(plan)
+    job = options.job_of(saved)
+    tell_other_statistics(saved, job.model.statistics, options.statistics)
     from dreamshard_planner.offline.what_if import what_if
 
     effort = "quick" if options.effort is None else options.effort.value
     with working("planning"):
-        found = what_if(job, varied or _around(job), options.plan, effort)
+        found = what_if(job, varied or _around(job), saved, effort)
     show(found.to_dict(), format, *_sweeps(found, effort))
 
 

@@ -13,16 +13,13 @@ from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import Panel, command
 from dreamshard_planner.cli.options import (
-    OUTPUT,
     CostsOption,
     Device,
     HtmlOption,
     PlanArgument,
-    PlanOrJobOptions,
     RatingOptions,
     StatisticsOption,
     load_plan,
-    takes,
     tell_other_statistics,
 )
 from dreamshard_planner.cli.output import TABLES_SHOWN, Format, FormatOption, costliest, facts, grid, save_page, show
@@ -33,6 +30,7 @@ from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
     from dreamshard_planner.cost.collectives import CollectiveFit
+    from dreamshard_planner.planner import DreamShardPlanner
     from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.plans.report import MemoryEntry, Report
 
@@ -96,18 +94,17 @@ def _filled(entry: MemoryEntry, rank: int) -> str:
 
 
 @command("dreamshard explain plan.json --rank 1", Panel.understand)
-@takes(PlanOrJobOptions)
 def explain(
-    options: PlanOrJobOptions,
+    plan: PlanArgument,
     rank: Annotated[int | None, typer.Option(min=0, help="Rank to explain; default: the slowest.")] = None,
+    statistics: StatisticsOption = None,
+    costs: CostsOption = None,
     format: FormatOption = Format.table,
 ) -> None:
     """Explain why a rank is slow: its fused kernels, its costliest tables, and the gain of moving or splitting them."""
-    job, saved = options.job(), None if options.plan is None else load_plan(options.plan)
-    with working(f"planning {job.model.name} for {job.machine.title}"):
-        found = (job.plan().planner if saved is None else job.read()).explain(rank, saved)
-    if saved is not None:
-        tell_other_statistics(saved, job.model.statistics, options.statistics)
+    saved = load_plan(plan)
+    with working(f"rating {saved.name}"):
+        found = _read(saved, statistics, costs).explain(rank, saved)
     show(found.to_dict(), format, str(found))
 
 
@@ -115,9 +112,6 @@ def explain(
 def compare(
     before: PlanArgument,
     after: PlanArgument,
-    out: Annotated[
-        Path | None, OUTPUT(help="The plan after, with like ranks named so that most weights stay where they are.")
-    ] = None,
     statistics: StatisticsOption = None,
     costs: CostsOption = None,
     format: FormatOption = Format.table,
@@ -126,21 +120,21 @@ def compare(
 
     --statistics and --costs rate both plans anew. Without them, costs are those of the files.
     """
-    from dreamshard_planner.plans.comparison import compare, renamed
+    from dreamshard_planner.plans.comparison import compare
 
     plans: list[Any] = [before, after]
     if statistics is not None or costs is not None:
-        rating = RatingOptions(statistics=statistics, costs=costs)
         with working("rating both plans"):
-            for at, saved in enumerate(map(load_plan, (before, after))):
-                job = rating.job_of(saved)
-                tell_other_statistics(saved, job.model.statistics, statistics)
-                plans[at] = job.read().saved_plan(saved, saved.name)
+            plans = [_read(saved, statistics, costs).saved_plan(saved, saved.name) for saved in map(load_plan, plans)]
     found = compare(*plans)
-    if out is not None:
-        renamed(load_plan(after), found.names).save(out)
-        typer.echo(f"written to {out}", err=True)
     show(found.to_dict(), format, str(found))
+
+
+def _read(saved: SavedPlan, statistics: Path | None, costs: str | None) -> DreamShardPlanner:
+    """Return a planner that has read a plan's job, with other statistics and costs if they are given."""
+    job = RatingOptions(statistics=statistics, costs=costs).job_of(saved)
+    tell_other_statistics(saved, job.model.statistics, statistics)
+    return job.read()
 
 
 @command("dreamshard info auto", Panel.understand)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
@@ -113,29 +112,29 @@ class Replanning:
 
 
 def what_if(
-    job: Job, vary: Mapping[str, Sequence[Any]], plan_file: Path | None = None, effort: str = "quick"
+    job: Job, vary: Mapping[str, Sequence[Any]], saved: SavedPlan | None = None, effort: str = "quick"
 ) -> WhatIf:
     """Plan a job, and from this plan on its variations, one by one.
 
     Args:
         job: the present job.
         vary: values by a name of :data:`AXES`.
-        plan_file: the job's present plan; without it, one is made.
+        saved: the job's present plan; without it, one is made.
         effort: of each search.
 
     Raises:
-        PlannerError: the job's own tables do not fit, or the plan of the file is not of its tables and ranks.
+        PlannerError: the job's own tables do not fit, or the saved plan is not of its tables and ranks.
         TaskError: an unknown axis.
     """
     unknown = sorted(set(vary) - AXES.keys())
     if unknown:
         raise TaskError(f"nothing called {unknown[0]!r} varies; {', '.join(AXES)} do")
     job = replace(job, settings={**job.settings, "effort": effort})
-    if plan_file is None:
+    if saved is None:
         planner = job.plan().planner
         plan, report = planner.options, planner.report()
     else:
-        planner, saved = job.read(), SavedPlan.load(plan_file)
+        planner = job.read()
         plan, report = planner.options_of(saved), planner.saved_plan(saved).report()
     sweeps = {axis: tuple(_point(axis, value, job, plan) for value in values) for axis, values in vary.items()}
     return WhatIf(Point.of("", 0.0, job, report), report.cost_source, sweeps, report.notes)

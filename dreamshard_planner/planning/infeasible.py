@@ -1,14 +1,16 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Errors for tables that do not fit: the tables, the missing bytes of each memory, and what would help.
 
-Shapes: S shards, P parts, T tables, X either, D ranks, M limits, R rules.
+Shapes: P parts, U units, D ranks, M limits, R rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Problem, has_room
@@ -33,26 +35,52 @@ def reason_first(error: PlannerError, proposers: Iterable[object], timeout_secon
     return f"{reason}\nTorchRec: {advice}" if reason else str(error)
 
 
-def infeasible(problem: Problem, proven: bool, left_out: LeftOut) -> PlannerError:
-    """Return TorchRec's error for shards that find no ranks.
+def infeasible(problem: Problem, left_out: LeftOut, proven: bool = False) -> PlannerError:
+    """Return TorchRec's error for units that find no ranks.
 
     Args:
-        problem: of the shards.
-        proven: whether a proof shows that no placement fits; else none was found.
+        problem: of the units: with one option of each table, or without options.
         left_out: reasons why a table may not be split.
+        proven: whether a proof shows that no placement fits; else none was found.
     """
-    homeless, short, crowded = _homeless(problem), shortage(problem), _crowded_rules(problem)
+    units = _units(problem)
+    homeless, short, crowded = _homeless(units, problem), shortage(problem), _crowded_rules(units, problem)
     if crowded and not short:
         return lacks_room(f"placement_rules cannot be kept: {crowded}.")
-    unsplit = [problem.names[shard] for shard in homeless or ([] if short else [_largest(problem)])]
-    return _refusal(problem, (short or _packing_reason(problem, proven)) + _unsplit(unsplit[:NAMED], left_out))
+    unsplit = homeless or ([] if short else [_largest(units)])
+    why = _unsplit([unit.table for unit in unsplit if unit.span == 1][:NAMED], left_out)
+    under_rules = " where placement_rules leave them" if problem.num_rules else ""
+    return lacks_room(
+        f"Tables do not fit{under_rules}: {short or _packing_reason(units, problem, proven)}{why}. More or larger "
+        "devices, a smaller storage reservation, or smaller tables would help."
+    )
 
 
-def infeasible_wide(problem: Problem) -> PlannerError:
-    """Return TorchRec's error for units that span hosts or the world, of the first option of each table."""
-    need_TM = torch.stack([problem.needs_PM[options[0].parts].sum(0) for options in problem.tables])
-    reason = "; ".join(_wide_shortages(problem)[:NAMED]) or _totals(problem, need_TM)
-    return _refusal(problem, reason or _wide_reason(problem))
+@dataclass(frozen=True)
+class _Unit:
+    """Shards that are placed together."""
+
+    table: str
+    sharding_type: str
+    span: int
+    """Number of ranks."""
+    rank_M: Tensor
+    """Needs of one rank, the largest."""
+    all_M: Tensor
+    """Needs of all ranks together."""
+
+
+def _units(problem: Problem) -> list[_Unit]:
+    if not problem.tables:
+        return [
+            _Unit(name, "", 1, need_M, need_M) for name, need_M in zip(problem.names, problem.needs_PM, strict=True)
+        ]
+    return [
+        _Unit(name, option.sharding_type, unit.span, need_LM.amax(0), need_LM.sum(0))
+        for name, (option, *_) in zip(problem.names, problem.tables, strict=True)
+        for unit in option.units
+        for need_LM in [problem.needs_PM[list(unit.parts)]]
+    ]
 
 
 def _unsplit(tables: Iterable[str], left_out: LeftOut) -> str:
@@ -65,14 +93,6 @@ def _unsplit(tables: Iterable[str], left_out: LeftOut) -> str:
     return "".join(f". {', '.join(names)} may not be {why}" for why, names in named.items())
 
 
-def _refusal(problem: Problem, reason: str) -> PlannerError:
-    under_rules = " where placement_rules leave them" if problem.num_rules else ""
-    return lacks_room(
-        f"Tables do not fit{under_rules}: {reason}. More or larger devices, a smaller storage reservation, or smaller "
-        "tables would help."
-    )
-
-
 def _missing(who_needs: str, need: int, memory: str, who_has: str, room: int) -> str:
     return (
         f"{who_needs} {memory_in_words(need)} of {memory}, {who_has} {memory_in_words(max(0, room))}: "
@@ -80,103 +100,75 @@ def _missing(who_needs: str, need: int, memory: str, who_has: str, room: int) ->
     )
 
 
-def _homeless(problem: Problem) -> list[int]:
-    """Return the shards that no rank is large enough for; of the slices of one table, the first."""
-    fits_SD = has_room(problem.needs_PM[:, None], problem.limits_DM)
-    return sorted({problem.names[s]: s for s in reversed((~fits_SD.any(-1)).nonzero()[:, 0].tolist())}.values())
+def _homeless(units: Iterable[_Unit], problem: Problem) -> list[_Unit]:
+    """Return the units that no rank is large enough for; of one table, the first."""
+    first: dict[str, _Unit] = {}
+    for unit in units:
+        if unit.table not in first and not has_room(unit.rank_M, problem.limits_DM).any():
+            first[unit.table] = unit
+    return list(first.values())
 
 
 def shortage(problem: Problem) -> str:
     """Return the tables for which no rank is large enough, else the memories that all tables together exceed."""
-    homeless, lines = _homeless(problem), []
-    for shard in homeless[:NAMED]:
-        need_M, limits_DM = problem.needs_PM[shard], problem.limits_DM
-        device = int(((need_M - limits_DM).clamp_min(0) * (need_M > 0)).sum(-1).argmin())
-        sizes = zip(MEMORY_KINDS, need_M.tolist(), limits_DM[device].tolist(), strict=False)  # rules follow
-        who, where = f"table {problem.names[shard]!r} needs", f"the roomiest rank ({device}) has"
-        lines += [_missing(who, need, memory, where, room) for memory, need, room in sizes if need > max(0, room)]
+    units = _units(problem)
+    homeless, limits_DM = _homeless(units, problem), problem.limits_DM
+    lines = []
+    for unit in homeless[:NAMED]:
+        rank = int(((unit.rank_M - limits_DM).clamp_min(0) * (unit.rank_M > 0)).sum(-1).argmin())
+        where = f" on each of {unit.span} ranks ({unit.sharding_type})" if unit.span > 1 else ""
+        sizes = zip(MEMORY_KINDS, unit.rank_M.tolist(), limits_DM[rank].tolist(), strict=False)  # rules follow
+        lines += [
+            _missing(f"table {unit.table!r} needs", need, memory + where, f"the roomiest rank ({rank}) has", room)
+            for memory, need, room in sizes
+            if need > max(0, room)
+        ]
     if len(homeless) > NAMED:
         lines.append(f"and {len(homeless) - NAMED} more tables fit on no rank")
-    return "; ".join(lines) or _totals(problem, problem.needs_PM)
+    return "; ".join(lines) or _totals(units, problem)
 
 
-def _largest(problem: Problem) -> int:
-    return int(problem.needs_PM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
+def _largest(units: Iterable[_Unit]) -> _Unit:
+    return max(units, key=lambda unit: float(unit.all_M[: len(MEMORY_KINDS)].double().sum()))
 
 
-def _totals(problem: Problem, need_XM: torch.Tensor) -> str:
-    """Return the memories of which all shards, or tables, together need more than there is."""
-    needs = zip(need_XM.sum(0).tolist(), _total_room(problem), MEMORY_KINDS, strict=False)
+def _totals(units: list[_Unit], problem: Problem) -> str:
+    """Return the memories of which all units together need more than there is."""
+    need_M = torch.stack([unit.all_M for unit in units]).sum(0)
     ranks = f"the {len(problem.limits_DM)} ranks have"
     lines = [
-        _missing("all tables together need", need, memory, ranks, room) for need, room, memory in needs if need > room
+        _missing("all tables together need", need, memory, ranks, room)
+        for need, room, memory in zip(need_M.tolist(), _total_room(problem), MEMORY_KINDS, strict=False)
+        if need > room
     ]
-    largest = problem.names[int(need_XM.double().sum(-1).argmax())]
-    return "; ".join(lines) + (f" (largest table: {largest!r})" if lines else "")
+    return "; ".join(lines) + (f" (largest table: {_largest(units).table!r})" if lines else "")
 
 
-def _crowded_rules(problem: Problem) -> str:
+def _crowded_rules(units: list[_Unit], problem: Problem) -> str:
     """Return tables that must lie apart and have more shards than ranks; empty if there are none."""
-    rules = slice(len(MEMORY_KINDS), None)
-    need_PR, room_R = problem.needs_PM[:, rules], problem.limits_DM[:, rules].sum(0)
-    for need_P, room in zip(need_PR.T, room_R.tolist(), strict=True):
-        if (shards := int(need_P.sum())) > room:
-            named = ", ".join(dict.fromkeys(problem.names[part] for part in need_P.nonzero()[:, 0].tolist()))
+    for rule in range(len(MEMORY_KINDS), problem.limits_DM.shape[1]):
+        room, members = int(problem.limits_DM[:, rule].sum()), [unit for unit in units if unit.all_M[rule] > 0]
+        if (shards := sum(int(unit.all_M[rule]) for unit in members)) > room:
             return (
-                f"of {named}, which are apart, a rank may have one shard, and they have {shards} for {room} ranks: "
-                "table_wise, or a larger min_partition, leaves fewer"
+                f"of {', '.join(dict.fromkeys(unit.table for unit in members))}, which are apart, a rank may have one "
+                f"shard, and they have {shards} for {room} ranks: table_wise, or a larger min_partition, leaves fewer"
             )
     return ""
 
 
-def _packing_reason(problem: Problem, proven: bool) -> str:
+def _packing_reason(units: list[_Unit], problem: Problem, proven: bool) -> str:
     """Return the reason if all memories suffice, but not for shards of these sizes."""
-    largest = _largest(problem)
-    need_M, used_M = problem.needs_PM[largest, : len(MEMORY_KINDS)], problem.needs_PM.sum(0).tolist()
+    largest, used_M = _largest(units), torch.stack([unit.all_M for unit in units]).sum(0).tolist()
     kinds = [
         f"{memory_in_words(room - used)} of {name} would be left over all ranks"
-        for room, used, name, need in zip(_total_room(problem), used_M, MEMORY_KINDS, need_M, strict=False)  # rules
+        for room, used, name, need in zip(_total_room(problem), used_M, MEMORY_KINDS, largest.all_M, strict=False)
         if need > 0
     ]
     kept = " that keeps placement_rules" if problem.num_rules else ""
     return (
         f"No placement of their shards{kept} {'fits (proven)' if proven else 'was found'}, although "
-        f"{' and '.join(kinds)}; the largest table, {problem.names[largest]!r}, needs "
-        f"{memory_in_words(int(need_M.sum()))} on one rank"
-    )
-
-
-def _wide_shortages(problem: Problem) -> list[str]:
-    """Return units for which no rank is large enough."""
-    room_M = problem.limits_DM.amax(0).clamp_min(0).tolist()
-    return [
-        _missing(
-            f"table {name!r} needs",
-            need,
-            f"{memory} on each of {unit.span} ranks ({options[0].sharding_type})",
-            "the roomiest rank has",
-            room,
-        )
-        for name, options in zip(problem.names, problem.tables, strict=True)
-        for unit in options[0].units
-        if unit.span > 1
-        for need, room, memory in zip(
-            problem.needs_PM[list(unit.parts)].amax(0).tolist(), room_M, MEMORY_KINDS, strict=False
-        )
-        if need > room
-    ]
-
-
-def _wide_reason(problem: Problem) -> str:
-    """Return the reason if each unit has room for itself, but not all together."""
-    wide = {
-        name: sum(int(problem.needs_PM[list(unit.parts)].sum()) for unit in options[0].units if unit.span > 1)
-        for name, options in zip(problem.names, problem.tables, strict=True)
-    }
-    largest = max(wide, key=lambda name: wide[name])
-    return (
-        "those that span a host or all ranks leave too little on some rank; the largest is "
-        f"{largest!r}, with {memory_in_words(wide[largest])}"
+        f"{' and '.join(kinds)}; the largest table, {largest.table!r}, needs "
+        f"{memory_in_words(int(largest.rank_M[: len(MEMORY_KINDS)].sum()))} on one rank"
     )
 
 

@@ -23,9 +23,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.given_plans import sharding_of, tables_of
 from dreamshard_planner.planning.model_problem import ModelProblem
-from dreamshard_planner.plans.comparison import names_that_keep_most_of, renamed
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
-from dreamshard_planner.plans.replan import Move, Moving, OnRequest, Replan
+from dreamshard_planner.plans.replan import Move, Moving, OnRequest, Replan, names_that_keep_most, renamed
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
@@ -164,7 +163,7 @@ class _Ways:
     def __init__(self, model: ModelProblem, held: Held, fresh: Sequence[ShardingOption]) -> None:
         self._held, self._saved = held, model.saved(fresh, "plan")
         given = model.given
-        named = given.options(renamed(self._saved, names_that_keep_most_of(held.shards, self._saved)))
+        named = given.options(renamed(self._saved, names_that_keep_most(held.shards, self._saved)))
         searched = _searched(model, named)
         known = {fqn: table for fqn, table in held.whole.items() if given.known(fqn, table) is not None}
         now = [given.as_option(fqn, table) for fqn, table in known.items()]

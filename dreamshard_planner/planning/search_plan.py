@@ -17,9 +17,9 @@ from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
 
-from dreamshard_planner.cost.problem import Chosen, Cost, Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
-from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
+from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
@@ -91,7 +91,10 @@ def place_proposal(
     cost = context.cost(read)
     if has_ranks and cost.problem.fits(given := read.sharding(proposal)):
         return RatedPlan(read, cost, given)
-    chosen = wide_units_laid_down(cost)
+    laid = place_wide_units(cost, (0,) * cost.problem.num_tables)
+    if laid is None:
+        raise infeasible(cost.problem, context.splitting_left_out)
+    chosen = cost.chosen(laid)
     plans: dict[str, Sharding | None] = {
         name: None if assignment_S is None else chosen.placed(assignment_S)
         for name, assignment_S in heuristic_placements(chosen.cost).items()
@@ -104,22 +107,10 @@ def place_proposal(
     if result is None:
         packed_S, proven = pack(chosen.cost.problem, settings.config.effort if packs else 0.0, settings.deadline.left())
         if packed_S is None:
-            raise infeasible(chosen.cost.problem, proven, context.splitting_left_out)
+            raise infeasible(chosen.cost.problem, context.splitting_left_out, proven)
         result = settings.search(cost, [chosen.placed(packed_S)])
         assert result is not None  # there is a start
     return RatedPlan(read, cost, result.sharding, _rated(cost, plans), result)
-
-
-def wide_units_laid_down(cost: Cost) -> Chosen:
-    """Return the placement problem of a proposal's units of one rank, on top of its wider units.
-
-    Raises:
-        PlannerError: the wider units do not fit.
-    """
-    laid = place_wide_units(cost, (0,) * cost.problem.num_tables)
-    if laid is None:
-        raise infeasible_wide(cost.problem)
-    return cost.chosen(laid)
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,21 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Two plans beside each other: which tables moved, what has to be sent, what each rank costs before and after.
-
-The names of like ranks are chosen so that shards that merely trade places need not move.
-
-Shapes: N shards before, P shards after, D ranks, H hosts, L ranks of a host.
-"""
+"""Two plans beside each other: which tables moved, what has to be sent, what each rank costs before and after."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-from scipy.optimize import linear_sum_assignment
+from typing import Any
 
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding, TopologyInputs
-from dreamshard_planner.plans.report import Predicted, ReportEntry
+from dreamshard_planner.plans.report import Predicted
 from dreamshard_planner.plans.stale import differences, machine_differences
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import document_of
 from dreamshard_planner.support.formatting import short, short_words, size_in_words
 
-Number = TypeVar("Number", bound=float)
-FORBIDDEN = -1e18
-"""Bytes that stay between ranks of other memory: worse than any."""
 MAX_SHOWN = 20
 """Tables, and ranks, in the text; :meth:`Comparison.to_dict` has all."""
 
@@ -68,10 +56,6 @@ class Comparison:
     """Differences between their ranks, memories and links, in words."""
     inputs: tuple[str, ...]
     """All else that the plans were made from and that differs, in words."""
-    names: tuple[int, ...]
-    """New name of each rank of the plan after, so that most bytes stay in place."""
-    bytes_as_named: int
-    """To move, all ranks together, if its ranks kept their names."""
     samples: tuple[int, int]
     """Samples of all ranks in one step, before and after."""
 
@@ -102,12 +86,6 @@ class Comparison:
             f"sharding type or kernel, {self.unchanged} stay; {size_in_words(self.total_bytes)} to move, "
             f"{size_in_words(max(self.bytes_received, default=0))} at most to one rank.",
         ]
-        if moved := [f"{rank} -> {name}" for rank, name in enumerate(self.names) if rank != name]:
-            more = ", ..." if len(moved) > MAX_SHOWN else ""
-            lines.append(
-                f"Ranks of {self.after} are named anew for that ({', '.join(moved[:MAX_SHOWN])}{more}); as they are, "
-                f"{size_in_words(self.bytes_as_named)} would move."
-            )
         lines += [f"Only in {self.before}: {_named(self.only_before)}."] if self.only_before else []
         lines += [f"Only in {self.after}: {_named(self.only_after)}."] if self.only_after else []
         if self.changes:
@@ -168,9 +146,7 @@ class Comparison:
 
 
 def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Comparison:
-    """Compare two plans, of which nothing is rated anew: costs are those that their files hold. Where they differ by
-    the names of like ranks, those of the second one are changed first
-    (:func:`names_that_keep_most`).
+    """Compare two plans by the costs that their files hold.
 
     ``DreamShardPlanner.saved_plan`` makes a :class:`SavedPlan` of any plan of its model, so that a planner's plan
     compares with a file: ``compare("plan.json", planner.saved_plan())``.
@@ -183,12 +159,10 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         PlanError: a file can't be read; names it.
     """
     labels = _labels(before, after)
-    before, as_named = (
+    before, after = (
         plan if isinstance(plan, SavedPlan) else replace(SavedPlan.load(plan), name=label)
         for plan, label in zip((before, after), labels, strict=True)
     )
-    names = names_that_keep_most(before, as_named)
-    after = renamed(as_named, names)
     one, other = dict(before.tables()), dict(after.tables())
     alike = sorted(fqn for fqn in one if before.inputs.tables[fqn] == after.inputs.tables.get(fqn))
     changes, received = _changes(before, after, alike)
@@ -204,8 +178,6 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         cost_after=after.predicted,
         machine=tuple(machine := machine_differences(before.inputs.topology, after.inputs.topology)),
         inputs=tuple(text for text in differences(before.inputs, after.inputs) if text not in machine),
-        names=names,
-        bytes_as_named=sum(_changes(before, as_named, alike)[1]),
         samples=(_samples(before), _samples(after)),
     )
 
@@ -284,128 +256,3 @@ def _named(tables: tuple[str, ...]) -> str:
 
 def _more(count: int, what: str) -> list[str]:
     return [f"... and {count - MAX_SHOWN} more {what}"] if count > MAX_SHOWN else []
-
-
-def names_that_keep_most(before: SavedPlan, after: SavedPlan) -> tuple[int, ...]:
-    """Name each rank of ``after`` so that most bytes of weights and optimizer states stay where they are.
-
-    Ranks of one pod (by default of one host) remain in one pod. Ranks of other memory, and ranks that placement rules
-    name, keep their names. All ranks do if blocks of rows may be read unevenly: blocks lie in the order of ranks.
-    """
-    one, other = before.inputs.topology, after.inputs.topology
-    shape = [
-        (each.compute_device, each.world_size, each.local_world_size, each.pod_size, each.groups)
-        for each in (one, other)
-    ]
-    if shape[0] != shape[1] or _reads_blocks_unevenly(after):
-        return tuple(range(other.world_size))
-    held = {
-        fqn: table.shards for fqn, table in before.tables() if before.inputs.tables[fqn] == after.inputs.tables.get(fqn)
-    }
-    return names_that_keep_most_of(held, after)
-
-
-def names_that_keep_most_of(held: Mapping[str, Sequence[ShardPlace]], after: SavedPlan) -> tuple[int, ...]:
-    """Name ranks as :func:`names_that_keep_most`, from the shards that they hold, by fully qualified name."""
-    other = after.inputs.topology
-    ranks, per_pod = other.world_size, other.pod_ranks
-    if ranks % per_pod or after.inputs.placement_rules.get("on_ranks"):
-        return tuple(range(ranks))
-    rank_DD, host_HH = _bytes_that_stay(held, after, per_pod)
-    memory_D = list(zip(*(sizes for _, sizes in sorted(other.memory_bytes.items())), strict=True))
-    rank_DD[np.array([[mine != its for its in memory_D] for mine in memory_D])] = FORBIDDEN
-    blocks_HHLL = rank_DD.reshape(len(host_HH), per_pod, len(host_HH), per_pod).swapaxes(1, 2)
-    pairs = [[_assigned(block_LL) for block_LL in row_HLL] for row_HLL in blocks_HHLL]
-    host_HH += [[kept for _, kept in row] for row in pairs]
-    host_names, _ = _assigned(host_HH)
-    return tuple(name * per_pod + place for host, name in enumerate(host_names) for place in pairs[host][name][0])
-
-
-def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
-    """The plan with each rank under another name, and its predicted costs with it. Tables that lie on all ranks, or on
-    all of a host, have their shards in the order of ranks still, as TorchRec needs them, and read evenly: see
-    :func:`names_that_keep_most`.
-    """
-    if list(names) == list(range(len(names))):
-        return plan
-    topology, predicted = plan.inputs.topology, plan.predicted
-    sharding = {
-        path: {name: _table(table, names, topology.pod_ranks) for name, table in module.items()}
-        for path, module in plan.sharding.items()
-    }
-    memory = tuple(
-        replace(entry, used_bytes=_ordered(entry.used_bytes, names), limit_bytes=_ordered(entry.limit_bytes, names))
-        for entry in predicted.memory
-    )
-    predicted = replace(predicted, chosen=_cost(predicted.chosen, names), memory=memory)
-    return replace(plan, sharding=sharding, predicted=predicted)
-
-
-def _reads_blocks_unevenly(plan: SavedPlan) -> bool:
-    """Return whether a histogram of ids may tell that a table's blocks of rows, one on each rank, are read unevenly."""
-    if plan.inputs.statistics is None:
-        return False
-    of_blocks = [fqn for fqn, table in plan.tables()
-                 if (spec := SHARDING_TYPES.get(table.sharding_type)) is None or spec.splits_rows]  # fmt: skip
-    known = [plan.inputs.features.get(name) for fqn in of_blocks for name in plan.inputs.tables[fqn].features]
-    return any(feature is None or feature.ids is not None for feature in known)
-
-
-def _bytes_that_stay(
-    held: Mapping[str, Sequence[ShardPlace]], after: SavedPlan, per_host: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """If a rank [D, D], or a host [H, H], of ``after`` had the name of the other; half a byte more for its own."""
-    ranks = after.inputs.topology.world_size
-    rank_DD, host_HH = np.eye(ranks) / 2, np.eye(ranks // per_host) / 2
-    for fqn, table in after.tables():
-        declared, span = after.inputs.tables[fqn], _span(table)
-        if span == "world" or not held.get(fqn):
-            continue
-        was_N2, start_N2, end_N2 = _places(held[fqn])
-        is_P, start_P2, end_P2 = _places(table.shards)
-        sides_PN2 = np.minimum(end_P2[:, None], end_N2) - np.maximum(start_P2[:, None], start_N2)
-        width_P1 = (end_P2 - start_P2)[:, 1:].clip(1)
-        bytes_PN = declared.trained_bytes(sides_PN2.clip(0).prod(-1), width_P1)
-        if span == "rank":
-            np.add.at(rank_DD, (is_P[:, None], was_N2), bytes_PN)
-        else:
-            bytes_PN[is_P[:, None] % per_host != was_N2 % per_host] = 0
-            np.add.at(host_HH, (is_P[:, None] // per_host, was_N2 // per_host), bytes_PN)
-    return rank_DD, host_HH
-
-
-def _places(shards: Sequence[ShardPlace]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ranks, first row and column, last ones plus one."""
-    start = np.array([shard.offset for shard in shards])
-    return np.array([shard.rank for shard in shards]), start, start + np.array([shard.size for shard in shards])
-
-
-def _assigned(kept: np.ndarray) -> tuple[list[int], float]:
-    """The column of each row for the most in all, and that."""
-    rows, columns = linear_sum_assignment(kept, maximize=True)
-    return columns.tolist(), float(kept[rows, columns].sum())
-
-
-def _span(table: TableSharding) -> str:
-    known = SHARDING_TYPES.get(table.sharding_type)
-    return "world" if known is None else known.span
-
-
-def _table(table: TableSharding, names: Sequence[int], per_host: int) -> TableSharding:
-    def name(rank: int) -> int:
-        place = rank % per_host
-        return names[rank] if span == "rank" else names[rank - place] // per_host * per_host + place
-
-    span = _span(table)
-    if span == "world":
-        return table
-    return replace(table, shards=tuple(replace(shard, rank=name(shard.rank)) for shard in table.shards))
-
-
-def _cost(cost: ReportEntry, names: Sequence[int]) -> ReportEntry:
-    return replace(cost, forward_ms=_ordered(cost.forward_ms, names), backward_ms=_ordered(cost.backward_ms, names))
-
-
-def _ordered(values: Sequence[Number], names: Sequence[int]) -> tuple[Number, ...]:
-    """Values of ranks, in the order of their new names."""
-    return tuple(value for _, value in sorted(zip(names, values, strict=True)))

@@ -79,11 +79,11 @@ def test_an_unknown_axis_is_an_error() -> None:
 def test_a_plan_file_is_the_present_plan_and_stays_where_a_new_one_is_no_cheaper(tmp_path: Path) -> None:
     made = replace(job(), settings={**QUICK, "least_gain": 0.99}).plan()  # keeps TorchRec's plan
     made.planner.save_plan(path := tmp_path / "plan.json")
-    present = job_of(SavedPlan.load(path))
+    present = job_of(saved := SavedPlan.load(path))
     slower = replace(present.machine, intra_bytes_per_s=200 * GB)
     kept_ms = replace(present, machine=slower).read().predict(made.plan).total_ms
     axes = {"batch_size": [1024, 100_000_000], "hosts": [2], "intra_bytes_per_s": [200 * GB]}
-    found = what_if(present, axes, plan_file=path)
+    found = what_if(present, axes, saved)
     assert found.base.total_ms == pytest.approx(made.report.chosen.total_ms, rel=1e-6)
     same, huge = found.sweeps["batch_size"]
     assert same.total_ms <= found.base.total_ms and not huge.fits and "do not fit" in huge.reason
@@ -92,7 +92,7 @@ def test_a_plan_file_is_the_present_plan_and_stays_where_a_new_one_is_no_cheaper
     assert found.to_dict()["base"]["ranks"] == 4 and "roofline" in found.cost_source
     other = replace(present, machine=replace(present.machine, ranks_per_host=2))
     with pytest.raises(PlannerError):
-        what_if(other, {}, plan_file=path)
+        what_if(other, {}, saved)
 
 
 def test_planning_again_gains_where_another_table_became_hot() -> None:
