@@ -210,8 +210,10 @@ def plan(args: argparse.Namespace) -> None:
             entry["kernels"] = [[catalogue.indices(one) for one in rank] for rank in entry["kernels"]]
         tasks.append({"task": name, "plans": plans, "workloads": [json.loads(row) for row in catalogue.rows]})
         print(name, *(f"{n} {max(e['predicted_ms']) + e['exchange_ms']:.3f}" for n, e in plans.items()), flush=True)
-        with gzip.open(args.file, "wt") as file:
+        part = args.file.with_suffix(".part")
+        with gzip.open(part, "wt") as file:
             json.dump(provenance(torch.device("cpu")) | {"fields": Catalogue.NAMES, "tasks": tasks}, file)
+        part.replace(args.file)  # a killed process leaves a whole file
 
 
 def measure(args: argparse.Namespace) -> None:
