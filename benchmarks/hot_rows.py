@@ -48,8 +48,9 @@ from common.dedup_on_cpu import dedup_on_cpu
 from common.output import append, interval, provenance, quiet
 from dlrm.options import Node, cpu_rank
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
-from dreamshard_planner.hot_rows.hot_set import HotRows, replicate_hot_rows
+from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.hot_rows.routing import HotIndex
+from dreamshard_planner.workload.hot_rows import HotRows
 
 FEATURES, BATCHES, COUNTED, PASSES = ["f0", "f1"], 2, 8, 20
 ROW_WISE, DEDUP, HOT = "row_wise", "row_wise, index dedup", "hot rows"
@@ -238,16 +239,17 @@ def measured(args: argparse.Namespace, exponent: float, node: Node, sent: SentBy
         return told | {"hot_rows": args.hot_rows} | split_alone(args, law, contenders, batches[0], node)
     if node.rank:
         return told
-    notes = contenders[HOT].planner.report().notes
-    predicted = next(note.figures for note in notes if note.code == "hot_rows")
+    predicted = {"rows": 0.0, "memory_bytes": 0.0}
+    for note in contenders[HOT].planner.report().notes:
+        predicted |= note.figures if note.code == "hot_rows" else {}
     rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
     return {
         **told,
-        "hot_rows": predicted["hot_rows"],
+        "hot_rows": predicted["rows"],
         "memory_share": predicted["memory_bytes"] / rank_bytes,
         "sent_over_row_wise": {name: sent / bytes_sent[ROW_WISE] for name, sent in bytes_sent.items()},
         "predicted": predicted,
-        "predicted_over_counted_bytes": predicted["after_bytes"] / bytes_sent[HOT] if predicted["hot_rows"] else None,
+        "predicted_over_counted_bytes": predicted["after_bytes"] / bytes_sent[HOT] if predicted["rows"] else None,
     }
 
 

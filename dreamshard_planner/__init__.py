@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from dreamshard_planner.errors import PlanError as PlanError
     from dreamshard_planner.errors import StatisticsError as StatisticsError
     from dreamshard_planner.errors import TaskError as TaskError
-    from dreamshard_planner.hot_rows.hot_set_file import load_hot_rows as load_hot_rows
-    from dreamshard_planner.hot_rows.hot_set_file import save_hot_rows as save_hot_rows
     from dreamshard_planner.model_parallel import DistributedModelParallel as DistributedModelParallel
     from dreamshard_planner.observing.observation import Observation as Observation
     from dreamshard_planner.observing.observer import observe as observe
@@ -79,10 +77,8 @@ _HOMES = {
     "compare": "plans.comparison",
     "compare_steps": "observing.step_comparison",
     "load_across_plans": "across_plans.loading",
-    "load_hot_rows": "hot_rows.hot_set_file",
     "observe": "observing.observer",
     "save_across_plans": "across_plans.saving",
-    "save_hot_rows": "hot_rows.hot_set_file",
     "save_html": "plans.page",
 }
 """Module of every public name; what a type checker reads of them stands above."""

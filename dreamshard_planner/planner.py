@@ -36,6 +36,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import DreamShardError, InputWarning, StatisticsError
+from dreamshard_planner.hot_rows.choice import choose_hot_rows
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.planning.explanation import Explanation
 from dreamshard_planner.planning.infeasible import reason_first
@@ -61,6 +62,7 @@ from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search.effort import DEFAULT_EFFORT
 from dreamshard_planner.search_space.constraints import given_constraints
+from dreamshard_planner.search_space.options import fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop
@@ -105,6 +107,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         hot_rows_bytes: most memory of each rank for hot rows of sequence tables, which every rank then holds. They are
             chosen from the ids that ``statistics`` counted, where they lower the predicted cost of a step. Such plans
             need this package's ``DistributedModelParallel``, or sharders of ``with_hot_rows``.
+        vocabulary: name of the mapping from items to ids, such as the date of its file. A plan file with hot rows is
+            refused for another vocabulary.
 
     Raises:
         CheckpointError: the checkpoint can't be read.
@@ -147,6 +151,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         sharding_groups: ShardingGroups | None = None,
         least_gain: float | None = None,
         hot_rows_bytes: int = 0,
+        vocabulary: str = "",
     ) -> None:
         if not isinstance(topology, Topology | None):
             hint = f": give a batch size by name, batch_size={topology}" if isinstance(topology, int) else ""
@@ -168,6 +173,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             sharding_groups=sharding_groups,
             least_gain=least_gain,
             hot_rows_bytes=hot_rows_bytes,
+            vocabulary=vocabulary,
         )
         if placement_rules is not None and partitioner is not None:
             raise ValueError(f"placement_rules are kept by DreamShardPlanner's own partitioner, not by {partitioner!r}")
@@ -239,10 +245,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         except BaseException as error:
             self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
-        self._warn_of_lost_optimizers(loop.model, self._best_plan or [])
-        if missing := missing_optimizers(self._best_plan or [], loop.model.context.reader):
+        options: Sequence[ShardingOption] = self._best_plan or []
+        self._warn_of_lost_optimizers(loop.model, options)
+        if missing := missing_optimizers(options, loop.model.context.reader):
             warnings.warn(missing, InputWarning, stacklevel=3)
-        return sharding_plan if loop.hot_rows is None else replicate_hot_rows(sharding_plan, loop.hot_rows.ids)
+        found = {fqn_of(option): hot_rows_of(option) for option in options}
+        hot = {name: rows.ids for name, rows in found.items() if rows is not None}
+        return replicate_hot_rows(sharding_plan, hot) if hot else sharding_plan
 
     @neutral()
     def read(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
@@ -432,6 +441,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         options = model.context.searched_options(model.search_space)
         settings = SearchSettings(model.settings.search, model.settings.seed)
         found = search_near(model.context, options, model.left, settings, plan, same_ranks)
+        if budget_bytes := model.settings.hot_rows_bytes:
+            choice = choose_hot_rows(model, found.read.assign(found.sharding), budget_bytes)
+            found = model.context.rated(choice.options, model.left)
         return model.context.report(found)
 
     def best_known(self) -> SavedPlan | None:

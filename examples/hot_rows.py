@@ -36,12 +36,14 @@ if __name__ == "__main__":
     model["ec"] = EmbeddingCollection([item], device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1, "eps": 1e-3})
     statistics = ds.TableStatistics.from_batches(batches(10)).all_gather()
-    planner = ds.DreamShardPlanner(batch_size=SAMPLES, statistics=statistics, hot_rows_bytes=2**20)
+    planner = ds.DreamShardPlanner(
+        batch_size=SAMPLES, statistics=statistics, hot_rows_bytes=2**20, vocabulary="2026-11"
+    )
     sharded = ds.DistributedModelParallel(model, device=torch.device("cpu"), planner=planner)
     dist.broadcast_object_list(folder := [mkdtemp()])
     if dist.get_rank() == 0:
         print(planner.report())
-        ds.save_hot_rows(sharded.plan, f"{folder[0]}/hot.json", vocabulary="2026-11")  # beside the plan's file
+        planner.save_plan(f"{folder[0]}/plan.json")  # refused for another vocabulary
     for batch in batches(10):
         sharded.module["ec"](batch)["clicks"].values().square().mean().backward()  # trains the table as well
     state = {"model": sharded.state_dict(), "optimizer": sharded.fused_optimizer.state_dict()}

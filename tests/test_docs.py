@@ -19,13 +19,12 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from torchrec.datasets.random import RandomRecDataset
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import PlanError, TableStatistics, load_hot_rows
+from dreamshard_planner import TableStatistics
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import FBGEMM, installed
 from dreamshard_planner.offline.jobs import ListedTable, read_table_list
@@ -215,14 +214,11 @@ def test_the_front_page_stays_short() -> None:
 
 
 def test_files_on_the_page_are_read(tmp_path: Path) -> None:
-    tables, statistics, hot_rows = blocks("file_formats.md", "json")
+    tables, statistics = blocks("file_formats.md", "json")
     (tmp_path / "t.json").write_text(tables)
     (tmp_path / "s.json").write_text(statistics)
     assert [spec.embedding_dim for spec in read_table_list(tmp_path / "t.json")] == [128, 64]
     assert TableStatistics.from_json(tmp_path / "s.json")["user_id"].batch_size == 8192
-    (tmp_path / "h.json").write_text(hot_rows)
-    with pytest.raises(PlanError, match=r"ec\.items"):  # the page's file is read, and the plan has no such table
-        load_hot_rows(tmp_path / "h.json", ShardingPlan({}), "2026-11")
 
 
 def test_every_key_of_a_table_is_on_the_page() -> None:

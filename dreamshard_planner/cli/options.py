@@ -233,6 +233,19 @@ class RatingOptions(SearchOptions):
     """Options of every command that rates the plan of a file."""
 
     statistics: StatisticsOption = None
+    hot_rows: Annotated[
+        int | None,
+        SIZE(help="Most memory of a rank for hot rows of sequence tables, as 1GB; needs statistics.", **ADVANCED),
+    ] = None
+    vocabulary: Annotated[
+        str | None,
+        typer.Option(help="Name of the mapping from items to ids, such as its date; with hot rows.", **ADVANCED),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the planner's arguments that were given."""
+        hot = {"hot_rows_bytes": self.hot_rows, "vocabulary": self.vocabulary}
+        return super().settings() | {name: value for name, value in hot.items() if value is not None}
 
     def known(self) -> TableStatistics | None:
         """Read the statistics that were given."""

@@ -31,12 +31,13 @@ from dreamshard_planner.cli.options import (
     listed,
     load_plan,
     ranks_of,
+    size_bytes,
     takes,
     tell_other_statistics,
     whole,
 )
 from dreamshard_planner.cli.output import TABLES_SHOWN, Format, FormatOption, costliest, grid, save_page, show
-from dreamshard_planner.support.formatting import first_of
+from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "gpu": ("gpu", gpu),
     "intra-bandwidth": ("intra_bytes_per_s", bytes_per_s),
     "inter-bandwidth": ("inter_bytes_per_s", bytes_per_s),
+    "hot-rows": ("hot_rows_bytes", size_bytes),
 }
 """Axis and reader of its values, by the option that gives one value. Results carry an axis's first option."""
 
@@ -178,6 +180,8 @@ def _label(point: Point) -> str:
     name = next(name for name, (axis, _) in AXES.items() if axis == point.axis)
     if isinstance(point.value, str):
         return f"{name} {point.value}"
+    if point.axis == "hot_rows_bytes":
+        return f"{name} {size_in_words(int(point.value))}"
     return f"{name} {point.value / 1e9:,.1f} GB/s" if point.axis.endswith("_s") else f"{name} {point.value:,}"
 
 

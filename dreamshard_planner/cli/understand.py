@@ -269,6 +269,7 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
             "cost_source": saved.predicted.cost_source,
             "libraries": saved.libraries,
             "settings": saved.inputs.settings,
+            "hot_rows": {name: len(table.hot_rows) for name, table in saved.tables() if table.hot_rows},
         }
     if document.get("format") == observation.FORMAT:
         seen = observation.Observation.load_all([path])

@@ -10,7 +10,6 @@ Shapes: D ranks, M limits, C collectives.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,44 +20,20 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.cost.problem import MEMORY_KINDS
-from dreamshard_planner.hot_rows.other_lookups import without_rows
 from dreamshard_planner.hot_rows.replicas import why_not_hot_rows
 from dreamshard_planner.hot_rows.sharded import HotRowsSharder
 from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.plans.report import Note
-from dreamshard_planner.search_space.options import fqn_of, set_ranks
+from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, set_ranks, with_hot_rows
 from dreamshard_planner.search_space.replica_rules import in_backward_arguments
 from dreamshard_planner.support.formatting import size_in_words
-from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import OPTIMIZERS, costed_optimizer
+from dreamshard_planner.workload.hot_rows import HotRows
 
 LEAST_GAIN = 0.02
 """Share of a plan's cost that hot rows must save."""
 LEAST_READS = (0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 1024)
 """Thresholds: reads of a hot row by each rank's batch."""
-GRADIENT_BYTES = 4
-HOT_LOOKUP_PASSES = 5
-"""Passes of an embedding's bytes through memory, for a lookup of a hot row: gather, its gradient, sum by row."""
-HOT_ROW_PASSES = 10
-"""Passes of a hot row's bytes through memory: copy, gradient, update, copy to the shard, comparison with it."""
-ROUTED_BYTES = 120
-"""Bytes of memory traffic that tell a lookup of a hot row from another."""
-
-
-@dataclass(frozen=True)
-class HotTable:
-    """Hot rows of one table."""
-
-    name: str
-    ids: Tensor
-    """Most read first."""
-    table_rows: int
-    lookup_share: float
-    """Share of the table's lookups that read hot rows."""
-    memory_bytes: int
-    """Memory of the hot rows on every rank."""
 
 
 @dataclass(frozen=True)
@@ -67,53 +42,30 @@ class HotRowsChoice:
 
     options: tuple[ShardingOption, ...]
     """One option with ranks for every table. Tables with hot rows are row_wise."""
-    tables: tuple[HotTable, ...] = ()
-    """Tables with hot rows."""
+    hot_rows: int = 0
+    """Hot rows of all tables."""
     before_ms: float = 0.0
-    """Predicted cost of a step under the given plan."""
+    """Predicted cost of a step without hot rows."""
     after_ms: float = 0.0
     """Predicted cost of a step with hot rows."""
     before_bytes: float = 0.0
-    """Bytes that a rank sends per step under the given plan, for all tables, mean over ranks."""
+    """Bytes that a rank sends per step without hot rows, for all tables, mean over ranks."""
     after_bytes: float = 0.0
     """Bytes that a rank sends per step with hot rows, their all-reduce included."""
 
-    @property
-    def ids(self) -> dict[str, Tensor]:
-        """Ids of the hot rows by table, for :func:`~dreamshard_planner.hot_rows.hot_set.replicate_hot_rows`."""
-        return {table.name: table.ids for table in self.tables}
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of all hot rows on every rank."""
-        return sum(table.memory_bytes for table in self.tables)
-
     def __str__(self) -> str:
-        if not self.tables:
+        if not self.hot_rows:
             return "no hot rows: they would not lower the predicted cost of a step"
-        each = ", ".join(
-            f"{table.name} {len(table.ids):,} of {table.table_rows:,} rows for {table.lookup_share:.0%} of its lookups"
-            for table in self.tables
-        )
+        before, after = (size_in_words(int(sent)) for sent in (self.before_bytes, self.after_bytes))
         return (
-            f"hot rows on every rank: {each}; they take {size_in_words(self.memory_bytes)} of each rank, lower the "
-            f"bytes that it sends per step from {size_in_words(int(self.before_bytes))} to "
-            f"{size_in_words(int(self.after_bytes))}, and the predicted step from {self.before_ms:.3f} to "
-            f"{self.after_ms:.3f} ms"
+            f"hot rows lower the predicted step from {self.before_ms:.3f} to {self.after_ms:.3f} ms, and the bytes "
+            f"that a rank sends per step from {before} to {after}"
         )
 
-    def notes(self) -> tuple[Note, ...]:
-        """Return a note for the report, whose other figures are without hot rows."""
-        figures = {
-            "hot_rows": float(sum(len(table.ids) for table in self.tables)),
-            "memory_bytes": float(self.memory_bytes),
-            "before_ms": self.before_ms,
-            "after_ms": self.after_ms,
-            "before_bytes": self.before_bytes,
-            "after_bytes": self.after_bytes,
-        }
-        more = ". Other figures of this report are without hot rows" if self.tables else ""
-        return (Note("hot_rows", f"{self}{more}", figures),)
+    def note(self) -> Note:
+        """Return a note for the report."""
+        names = ("before_ms", "after_ms", "before_bytes", "after_bytes")
+        return Note("hot_rows", str(self), {name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -122,34 +74,29 @@ class _Candidate:
 
     option: ShardingOption
     """Its row_wise option with ranks."""
-    features: tuple[str, ...]
     ids: Tensor
     """Most read first."""
     reads: Tensor
     """Reads of each id by a rank's batch."""
-    lookups: float
-    """Lookups of a rank's batch."""
     row_bytes: int
     """Bytes of one hot row with its optimizer state."""
-
-    @property
-    def dim(self) -> int:
-        return int(self.option.tensor.shape[1])
 
 
 @dataclass(frozen=True)
 class _Rated:
     """A plan with hot rows, rated."""
 
-    options: tuple[ShardingOption, ...]
     counts: Mapping[str, int]
     """Hot rows of each table that has some."""
-    ms: float
-    sent_bytes: float
+    plan: RatedPlan
+
+    @property
+    def ms(self) -> float:
+        return self.plan.total_ms
 
 
 def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_bytes: int) -> HotRowsChoice:
-    """Choose hot rows for the sequence tables of a plan.
+    """Choose hot rows for the sequence tables of a plan, whose own hot rows do not count.
 
     Only tables with counted ids (:class:`~dreamshard_planner.workload.ids.HotIds`), a row_wise option and an
     optimizer that replicas can follow may have hot rows.
@@ -159,12 +106,10 @@ def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_
         plan: one option with ranks for every table.
         budget_bytes: most memory that hot rows may take on each rank.
     """
-    candidates = {fqn_of(one.option): one for one in _candidates(model)}
-    if not candidates or budget_bytes <= 0:
+    candidates = {fqn_of(one.option): one for one in _candidates(model)} if budget_bytes else {}
+    if not candidates:
         return HotRowsChoice(tuple(plan))
-    before = _rated(model, plan, candidates, {})
-    assert before is not None
-    best = before
+    before = best = _rated(model, plan, candidates, {})
     reads = torch.cat([one.reads for one in candidates.values()])
     costs_bytes = torch.cat([torch.full((len(one.ids),), one.row_bytes) for one in candidates.values()])
     order = reads.argsort(descending=True)
@@ -184,23 +129,13 @@ def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_
             best = _better(best, _rated(model, plan, candidates, others))
     if best.ms > before.ms * (1 - LEAST_GAIN):
         best = before
-    tables = tuple(_hot_table(candidates[name], count) for name, count in best.counts.items())
-    return HotRowsChoice(best.options, tables, before.ms, best.ms, before.sent_bytes, best.sent_bytes)
+    sent_bytes = (_sent_bytes(one.plan) for one in (before, best))
+    return HotRowsChoice(tuple(best.plan.options), sum(best.counts.values()), before.ms, best.ms, *sent_bytes)
 
 
-def _better(best: _Rated, other: _Rated | None) -> _Rated:
-    return best if other is None or other.ms >= best.ms else other
-
-
-def _hot_table(candidate: _Candidate, count: int) -> HotTable:
-    share = float(candidate.reads[:count].sum()) / candidate.lookups
-    return HotTable(
-        fqn_of(candidate.option),
-        candidate.ids[:count],
-        int(candidate.option.tensor.shape[0]),
-        min(1.0, share),
-        count * candidate.row_bytes,
-    )
+def _better(best: _Rated, other: _Rated) -> _Rated:
+    problem = other.plan.read.problem
+    return other if other.ms < best.ms and bool(problem.fits(other.plan.sharding)) else best
 
 
 def _candidates(model: ModelProblem) -> list[_Candidate]:
@@ -225,27 +160,21 @@ def _candidates(model: ModelProblem) -> list[_Candidate]:
             or why_not_hot_rows(arguments, option.tensor.dtype, topology.compute_device)
         ):
             continue
-        states = OPTIMIZERS[costed_optimizer(str(getattr(arguments["optimizer"], "name", arguments["optimizer"])))]
-        rows, dim = option.tensor.shape
-        features = model.context.reader.declared(option).features
+        declared = model.context.reader.declared(option)
         reads: dict[int, float] = {}
-        for feature in (statistics[name] for name in features if name in statistics):
+        for feature in (statistics[name] for name in declared.features if name in statistics):
             scale = option.batch_size / feature.samples
             for row, mean in zip(*((feature.hot.ids, feature.hot.reads) if feature.hot else ((), ())), strict=True):
                 reads[row] = reads.get(row, 0.0) + mean * scale
-        if not reads or max(reads) >= rows:
+        if not reads or max(reads) >= declared.rows:
             continue
         order = sorted(reads, key=lambda row: -reads[row])
-        placed = copy.deepcopy(option)
-        set_ranks(placed, range(topology.world_size))
         found.append(
             _Candidate(
-                placed,
-                features,
+                option,
                 torch.tensor(order, dtype=torch.int64),
                 torch.tensor([reads[row] for row in order], dtype=torch.float64),
-                sum(model.context.reader.pooling_factors(option)) * option.batch_size,
-                dim * (option.tensor.element_size() + 4 * states.per_weight) + 4 * states.per_row,
+                declared.trained_bytes(declared.dim, declared.dim),
             )
         )
     return found
@@ -253,53 +182,31 @@ def _candidates(model: ModelProblem) -> list[_Candidate]:
 
 def _rated(
     model: ModelProblem, plan: Sequence[ShardingOption], candidates: Mapping[str, _Candidate], counts: Mapping[str, int]
-) -> _Rated | None:
-    """Rate a plan with so many hot rows of each table; None if a rank lacks memory for them."""
-    counts = {name: count for name, count in counts.items() if count}
-    hot = {name: candidates[name] for name in counts}
-    statistics = dict(model.settings.statistics or {})
-    for name, one in hot.items():
-        for feature in one.features:
-            if feature in statistics:
-                statistics[feature] = without_rows(statistics[feature], one.ids[: counts[name]])
-    options = tuple(hot[fqn_of(option)].option if fqn_of(option) in hot else option for option in plan)
-    context, topology = model.context.with_statistics(TableStatistics(statistics)), model.ranks.topology
-    rated, ranks = context.rated(options, model.left), topology.world_size
-    if counts and _room_bytes(rated, topology.compute_device) < sum(
-        count * candidates[name].row_bytes for name, count in counts.items()
-    ):
-        return None
-    reduced_bytes = sum(count * candidates[name].dim * GRADIENT_BYTES for name, count in counts.items())
-    reduce_ms = context.links.all_reduce.all_to_all_ms(torch.full((ranks,), reduced_bytes / ranks))
-    on_cpu = topology.compute_device == "cpu"
-    bytes_per_ms = topology.ddr_mem_bw / topology.local_world_size if on_cpu else topology.hbm_mem_bw
-    passed_bytes = sum(
-        ROUTED_BYTES * one.lookups
-        + (HOT_LOOKUP_PASSES * float(one.reads[: counts[name]].sum()) + HOT_ROW_PASSES * counts[name]) * 4 * one.dim
-        for name, one in hot.items()
-    )
-    return _Rated(
-        options,
-        counts,
-        rated.total_ms + float(reduce_ms) + passed_bytes / bytes_per_ms,
-        _sent_bytes(rated) + 2 * reduced_bytes * (ranks - 1) / ranks,
-    )
-
-
-def _room_bytes(rated: RatedPlan, device: str) -> float:
-    """Return the least memory that a plan leaves on a rank."""
-    problem = rated.read.problem
-    left_DM = problem.limits_DM - problem.taken(*problem.laid(rated.sharding))
-    return float(left_DM[:, MEMORY_KINDS.index("DDR" if device == "cpu" else "HBM")].min())
+) -> _Rated:
+    """Rate a plan with so many hot rows of each table."""
+    counts, options = {name: count for name, count in counts.items() if count}, []
+    for option in plan:
+        if (name := fqn_of(option)) in counts:
+            chosen = candidates[name]
+            rows = int(option.tensor.shape[0])
+            option = with_hot_rows(chosen.option, HotRows(chosen.ids[: counts[name]], rows))
+            set_ranks(option, range(model.left.world_size))
+        elif hot_rows_of(option):
+            option = with_hot_rows(option, None)
+        options.append(option)
+    model.context.complete(options)
+    return _Rated(counts, model.context.rated(options, model.left))
 
 
 def _sent_bytes(rated: RatedPlan) -> float:
-    """Return the bytes that a rank sends per step, mean over ranks, without an all-reduce's second pass."""
+    """Return the bytes that a rank sends per step, mean over ranks."""
     problem = rated.read.problem
     bytes_CD = rated.cost.bytes_sent(*problem.laid(rated.sharding)).squeeze(0)
+    # An all-reduce sends its part twice, and sorting of ids sends nothing.
+    times = {"all-reduce": 2, "bucketing": 0}
     peers_C = torch.tensor(
         [
-            0.0 if one.name.endswith("bucketing") else sum(model.world_size - 1 for model in one.passes)
+            times.get(one.name.rpartition(" ")[2], 1) * sum(model.world_size - 1 for model in one.passes)
             for one in problem.collectives.collectives
         ],
         dtype=torch.float64,

@@ -6,48 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-import torch
 from torch import Tensor
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 
 from dreamshard_planner.errors import PlanError
-
-
-@dataclass(frozen=True, eq=False)
-class HotRows:
-    """Ids of the rows of one table that every rank holds.
-
-    Raises:
-        PlanError: an id is given twice or lies outside the table.
-    """
-
-    ids: Tensor
-    """Ascending, int64, on the CPU."""
-    table_rows: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", self.ids.detach().to("cpu", torch.int64).sort().values)
-        if self.ids.dim() != 1 or not len(self.ids):
-            raise PlanError(f"hot rows must be a list of at least one id, got shape {tuple(self.ids.shape)}.")
-        if self.ids[0] < 0 or self.ids[-1] >= self.table_rows:
-            raise PlanError(
-                f"hot rows must lie in a table of {self.table_rows:,} rows, got ids from {self.ids[0]} to "
-                f"{self.ids[-1]}. Take the hot rows from statistics of this table."
-            )
-        if twice := int((self.ids.diff() == 0).sum()):
-            raise PlanError(f"hot rows must be different rows, got {twice} ids twice.")
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HotRows) and self.table_rows == other.table_rows and torch.equal(self.ids, other.ids)
-
-    def __hash__(self) -> int:
-        return hash((self.table_rows, len(self.ids)))
-
-    def __repr__(self) -> str:
-        return f"<{len(self):,} hot rows of {self.table_rows:,}>"
+from dreamshard_planner.workload.hot_rows import HotRows
 
 
 @dataclass

@@ -10,10 +10,12 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.hot_rows.choice import HOT_LOOKUP_PASSES, LEAST_GAIN
+from dreamshard_planner.hot_rows.choice import LEAST_GAIN
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.plans.report import Note
+from dreamshard_planner.problem.parts import HOT_LOOKUP_PASSES
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.options import hot_rows_of, with_hot_rows
 from dreamshard_planner.torchrec_components import compat
 
 SORTED_BYTES = 150
@@ -29,6 +31,7 @@ def dedup_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
         model: of the plan.
         plan: one option with ranks for every table.
     """
+    plan = [with_hot_rows(option, None) if hot_rows_of(option) else option for option in plan]
     context, statistics, topology = model.context, model.settings.statistics, model.ranks.topology
     sequences = [option for option in plan if type(option.module[1]) is EmbeddingCollection]
     features = {name for option in sequences for name in context.reader.declared(option).features}

@@ -27,9 +27,9 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.hot_rows.hot_set import HotRows
 from dreamshard_planner.search_space.replica_rules import FUSED_DEFAULTS, ReplicaRule, replica_rule, why_not_replicas
 from dreamshard_planner.torchrec_components import compat
+from dreamshard_planner.workload.hot_rows import HotRows
 
 _ALIVE: WeakSet[HotReplicas] = WeakSet()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner.hot_rows.hot_set import HotRows
+from dreamshard_planner.workload.hot_rows import HotRows
 
 WORD_BITS = 64
 

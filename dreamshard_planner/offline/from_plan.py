@@ -32,7 +32,8 @@ from dreamshard_planner.workload.tables import NO_OPTIMIZER
 IN_WORDS = ("stats",)
 """Cache parameters that a file describes in words, unused offline."""
 PLANNERS = (
-    "sharding_types", "exact_training", "optimizers_attached", "seed", "effort", "cost_source", "least_gain"
+    "sharding_types", "exact_training", "optimizers_attached", "seed", "effort", "cost_source", "least_gain",
+    "hot_rows_bytes", "vocabulary"
 )  # fmt: skip
 """Settings with the names of the planner's arguments."""
 
@@ -91,7 +92,7 @@ def check_statistics(saved: SavedPlan, known: TableStatistics | None, given: boo
 
 def not_held(saved: SavedPlan, known: Collection[str]) -> list[str]:
     """Return features whose statistics the plan may have used and neither its file nor ``known`` has."""
-    told = (digest(TableStatistics(saved.inputs.features)), digest(known))
+    told = (digest(statistics_for_file(saved.inputs.features)), digest(known))
     if saved.inputs.statistics in (None, *told):
         return []
     read = {name for table in saved.inputs.tables.values() for name in table.features}

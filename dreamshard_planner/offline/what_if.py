@@ -27,6 +27,7 @@ AXES: dict[str, Callable[[Job, Any], Job]] = {
     "gpu": lambda job, value: replace(job, machine=_with_gpu(job.machine, value)),
     "intra_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, intra_bytes_per_s=value)),
     "inter_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, inter_bytes_per_s=value)),
+    "hot_rows_bytes": lambda job, value: replace(job, settings={**job.settings, "hot_rows_bytes": value}),
 }
 """Function that sets an axis of a job, by its name. ``ranks`` counts the ranks of a host."""
 

@@ -30,7 +30,7 @@ from dreamshard_planner.search_space.enumeration import (
     torchrec_estimators,
     unpriced,
 )
-from dreamshard_planner.search_space.options import by_table, counted, fqn_of, type_of
+from dreamshard_planner.search_space.options import by_table, counted, fqn_of, hot_rows_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, is_known
 from dreamshard_planner.search_space.usable_options import (
     as_constrained,
@@ -245,6 +245,7 @@ class PlanRater:
             *notes,
             *self._costs.notes(plan, self.reader),
             *self._price_notes(plan),
+            *self._hot_rows_notes(plan),
             *([self._averaging(plan, synced_bytes, averaging_ms)] if averaging_ms else []),
             *noted("table", self.reader.notes(plan)),
         )
@@ -256,6 +257,20 @@ class PlanRater:
             estimate_ms=self._costs.estimate_ms(plan),
             embedding_share=learned.get("embedding_share"),
         )
+
+    def _hot_rows_notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+        """Return a note on the hot rows of all tables, if there are any."""
+        told, rows, memory_bytes = [], 0, 0
+        for option in plan:
+            if (hot := hot_rows_of(option)) is not None:
+                table, declared = self.reader.table(option, self.topology), self.reader.declared(option)
+                lookups = table.pooling_factor + table.hot_lookups
+                share = f"{table.hot_lookups / lookups:.0%}" if table.hot_lookups else "an unknown share"
+                told.append(f"{fqn_of(option)} {len(hot):,} of {hot.table_rows:,} for {share} of its lookups")
+                rows += len(hot)
+                memory_bytes += declared.trained_bytes(len(hot) * declared.dim, declared.dim)
+        text = f"hot rows on every rank, which take {size_in_words(memory_bytes)} of it: {', '.join(told)}"
+        return (Note("hot_rows", text, {"rows": float(rows), "memory_bytes": float(memory_bytes)}),) * bool(told)
 
     def _averaging(self, plan: Sequence[ShardingOption], synced_bytes: float, averaging_ms: float) -> Note:
         """Return a note on averaging replicas, in 2D parallelism."""

@@ -74,18 +74,21 @@ class NetworkCosts:
             compute = RooflineCost.of_topology(self.topology)
         if isinstance(compute, AdjustedCost):
             compute = compute.needed_by(problem.features_PF)
-        dense_P, ssd_bytes_P = read.column("dense_elements"), read.column("ssd_bytes")
+        dense_P, ssd_bytes_P, hot_P = map(read.column, ("dense_elements", "ssd_bytes", "hot_bytes"))
         sync_ms_P = read.column("synced_bytes") * self.sync_ms_per_byte
         estimated = [index for index, part in enumerate(read.parts) if part.is_estimated]
-        if not estimated and not any(bool(extra_P.any()) for extra_P in (dense_P, ssd_bytes_P, sync_ms_P)):
+        if not estimated and not any(bool(extra_P.any()) for extra_P in (dense_P, ssd_bytes_P, hot_P, sync_ms_P)):
             return Cost(problem, compute)
         dense_ms_P = dense_ms(dense_P, read.column("dense_passes"), self.topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
         ssd_ms_P = ssd_bytes_P / self.topology.ssd_mem_bw
+        # CPU ranks share the memory of their host.
+        shared = self.topology.ddr_mem_bw / self.topology.local_world_size
+        hot_ms_P = hot_P / (shared if self.topology.compute_device == "cpu" else self.topology.hbm_mem_bw)
         adjusted = compute if isinstance(compute, AdjustedCost) else AdjustedCost(compute)
         latent_PH = adjusted.encode(problem.features_PF).double()
         # A rank waits for its replicas, and for no other rank of its group.
-        latent_PH[:, adjusted.EXTRA_MS] = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
+        latent_PH[:, adjusted.EXTRA_MS] = torch.stack([ssd_ms_P, dense_ms_P + hot_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
         for part in estimated:
             perf = read.parts[part].shard.perf
             price_ms = [perf.fwd_compute + perf.prefetch_compute, perf.bwd_compute]

@@ -16,7 +16,7 @@ from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.plans.report import Note
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
-from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
+from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, same_option
 from dreamshard_planner.search_space.sharding_types import FUSED, sharding_in_words
 from dreamshard_planner.support.formatting import first_of, ranks_in_words, short, short_words, size_in_words
 
@@ -263,7 +263,9 @@ def _bytes(read: ReadProblem, sharding: Sharding, table: int, rank: int) -> int:
 def _words(read: ReadProblem, sharding: Sharding, table: int) -> str:
     option = read.problem.tables[table][sharding.options[table]]
     ranks = ranks_in_words(option.ranks(sharding.positions[table]))
-    return f"{sharding_in_words(option.sharding_type, option.kernel)} on {ranks}"
+    hot = hot_rows_of(read.options[table][sharding.options[table]])
+    more = f" with {len(hot):,} hot rows" if hot else ""
+    return f"{sharding_in_words(option.sharding_type, option.kernel)} on {ranks}{more}"
 
 
 def _group_label(option: ShardingOption) -> str:

@@ -22,17 +22,20 @@ from dreamshard_planner.search_space.options import (
     cannot_lie_so,
     counted,
     fqn_of,
+    hot_rows_of,
     lacks_room,
     places_of,
     ranks_of,
     refused,
     set_ranks,
     type_of,
+    with_hot_rows,
 )
 from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, SHARDING_TYPES, is_known
 from dreamshard_planner.search_space.usable_options import misses_rows
 from dreamshard_planner.support.formatting import NAMED, memory_in_words, nearest
 from dreamshard_planner.support.torch_state import single_thread
+from dreamshard_planner.workload.hot_rows import HotRows
 
 GivenPlan: TypeAlias = ShardingPlan | SavedPlan | Sequence[ShardingOption]
 """A plan of TorchRec's, one from a file, or one option with ranks for each table."""
@@ -154,6 +157,8 @@ class GivenPlans:
         elif known is None or sharding.cache_load_factor is not None:
             params = option.cache_params or CacheParams()
             option.cache_params = replace(params, load_factor=sharding.cache_load_factor)
+        if sharding.hot_rows:
+            option = with_hot_rows(option, HotRows(torch.tensor(sharding.hot_rows), rows))
         set_ranks(option, [place.rank for place in sharding.shards])
         return _unestimated(option) if _is_stale(option, known) else option
 
@@ -263,7 +268,9 @@ def sharding_of(
     places: Sequence[Any]
     if isinstance(given, ShardingOption):
         load_factor, ranks, places = given.cache_load_factor, ranks_of(given), places_of(given)
+        hot = hot_rows_of(given)
     else:
+        hot = getattr(given, "hot_rows", None)
         load_factor, ranks = given.cache_params and given.cache_params.load_factor, given.ranks or []
         parts = getattr(given.sharding_spec, "shards", None)
         # TorchRec keeps no shards of data-parallel tables.
@@ -278,7 +285,8 @@ def sharding_of(
     shards = tuple(
         ShardPlace(rank, tuple(offset), tuple(size)) for rank, (offset, size) in zip(ranks, places, strict=True)
     )
-    return TableSharding(given.sharding_type, given.compute_kernel, shards, load_factor)
+    ids = () if hot is None else tuple(hot.ids.tolist())
+    return TableSharding(given.sharding_type, given.compute_kernel, shards, load_factor, ids)
 
 
 def _count(names: Sequence[str]) -> str:

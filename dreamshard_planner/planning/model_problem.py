@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,9 +41,11 @@ from dreamshard_planner.search_space.constraints import (
 )
 from dreamshard_planner.search_space.input_checks import check_topology, doubtful_inputs, unused_names
 from dreamshard_planner.search_space.modules import shardable_tables, unsharded_modules, without_weights
+from dreamshard_planner.search_space.options import hot_rows_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.usable_options import mixed_exchanges
 from dreamshard_planner.support.fingerprint import canonical, digest
+from dreamshard_planner.workload.tables import FeatureStatistics
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 AnyPlan: TypeAlias = GivenPlan | str | Path
@@ -195,10 +197,17 @@ class ModelProblem:
             libraries=libraries(),
             predicted=report.predicted,
             alone_ms=report.alone_ms,
-            inputs=self.inputs,
+            inputs=self._inputs_of(options),
             sharding=shardings(options),
             name=name,
         )
+
+    def _inputs_of(self, plan: Iterable[ShardingOption]) -> PlanInputs:
+        """Return the inputs of a plan, with the hot ids that its costs depend on."""
+        hot = {name for one in plan if hot_rows_of(one) for name in self.context.reader.declared(one).features}
+        known: Mapping[str, FeatureStatistics] = self.settings.statistics or {}
+        features = {name: known[name] if name in hot else feature for name, feature in self.inputs.features.items()}
+        return replace(self.inputs, features=features)
 
     def matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
         """Return a file's options, as :meth:`GivenPlans.enumerated`.
@@ -211,6 +220,13 @@ class ModelProblem:
                 f"{saved.name} was made for something else (then -> now): {'; '.join(stale)}. Load the plan that "
                 "replan (dreamshard replan) makes of it, which keeps what lies where it lies; or plan without "
                 "plan_loader, and save again, which moves everything anew.",
+                PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
+            )
+        made_for = saved.inputs.settings.get("vocabulary", "")
+        if made_for != self.settings.vocabulary and any(table.hot_rows for _, table in saved.tables()):
+            raise PlannerError(
+                f"{saved.name} has hot rows of vocabulary {made_for!r}, this job has {self.settings.vocabulary!r}. "
+                "Plan again with statistics of the present vocabulary.",
                 PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
             )
         options = self.given.enumerated(saved)

@@ -75,6 +75,7 @@ class PlannerSettings:
     sharding_groups: ShardingGroups | None = None
     least_gain: float | None = None
     hot_rows_bytes: int = 0
+    vocabulary: str = ""
     recalled: str = ""
     """Origin of statistics that the user did not give; empty if there are none."""
 
@@ -89,6 +90,8 @@ class PlannerSettings:
         hot = self.hot_rows_bytes
         if isinstance(hot, bool) or not isinstance(hot, Integral) or hot < 0:
             raise ValueError(f"hot_rows_bytes must be a whole number of bytes from 0, got {hot!r}")
+        if not isinstance(self.vocabulary, str):
+            raise TypeError(f"vocabulary must be a name, got {self.vocabulary!r}")
         if self.least_gain is not None and not 0 <= self.least_gain < 1:
             raise ValueError(f"least_gain must be a share from 0 to below 1, or None, got {self.least_gain!r}")
         if self.search_seconds is not None and not self.search_seconds > 0:
@@ -180,6 +183,7 @@ def plan_inputs(
             "search_seconds": settings.search_seconds,
             **({} if settings.sharding_groups is None else {"sharding_groups": plain(settings.sharding_groups)}),
             **({} if settings.least_gain is None else {"least_gain": settings.least_gain}),
+            **{name: given for name in ("hot_rows_bytes", "vocabulary") if (given := getattr(settings, name))},
             **({} if settings.effort == DEFAULT_EFFORT else {"effort": settings.effort}),
         },
         features=dict(statistics_for_file(settings.statistics or {})),

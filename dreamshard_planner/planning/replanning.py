@@ -29,7 +29,7 @@ from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
-from dreamshard_planner.search_space.options import fqn_of, places_of, type_of
+from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, places_of, type_of
 from dreamshard_planner.support.formatting import ranks_in_words, some_of
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
@@ -240,7 +240,9 @@ class _Ways:
             option = self.read.options[table][index]
             laid = zip(ranks, places_of(option), strict=True)
             places = tuple(ShardPlace(rank, offset, size) for rank, (offset, size) in laid)
-            cut = TableSharding(option.sharding_type, option.compute_kernel, places, option.cache_load_factor)
+            hot = hot_rows_of(option)
+            ids = () if hot is None else tuple(hot.ids.tolist())
+            cut = TableSharding(option.sharding_type, option.compute_kernel, places, option.cache_load_factor, ids)
             made.setdefault(option.path, {})[option.name] = cut
         return replace(self._saved, sharding=made, alone_ms={})
 
@@ -284,7 +286,8 @@ def _may_stay(option: ShardingOption, searched: Collection[Hashable]) -> bool:
 def _way(option: ShardingOption) -> Hashable:
     """Return a key that is equal for options that shard a table alike, shard by shard."""
     cut = tuple(places_of(option))
-    return fqn_of(option), option.sharding_type, option.compute_kernel, option.cache_load_factor, cut
+    way = option.sharding_type, option.compute_kernel, option.cache_load_factor, hot_rows_of(option)
+    return fqn_of(option), *way, cut
 
 
 def _sharding(changes: Mapping[int, Change]) -> Sharding:

@@ -12,7 +12,7 @@ A file holds how every table is sharded, what the plan was made from, and what i
       "inputs":     {"batch_size", "topology", "tables", "constraints", "placement_rules", "statistics" (a digest),
                      "settings", "features": their statistics},
       "sharding":   {module: {table: {"sharding_type", "kernel", "shards": [{"rank", "offset", "size"}],
-                                      "cache_load_factor"}}}
+                                      "cache_load_factor", "hot_rows": their ids}}}
     }
 
 This module knows neither models nor planners: it reads, checks and writes.
@@ -29,6 +29,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 import torch
 from pydantic import Field
+from torchrec.distributed.types import ShardingType
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.errors import FileError, PlanError
@@ -48,6 +49,7 @@ from dreamshard_planner.support.documents import (
 )
 from dreamshard_planner.support.files import brief, write_whole
 from dreamshard_planner.support.formatting import layout, ranks_in_words
+from dreamshard_planner.workload.hot_rows import HotRows
 from dreamshard_planner.workload.tables import (
     MAX_BATCH_SIZE,
     NO_OPTIMIZER,
@@ -111,13 +113,16 @@ class TableSharding:
     shards: tuple[ShardPlace, ...]
     cache_load_factor: Share | None = None
     """Share of the rows that the device's cache holds; None where nobody chose one."""
+    hot_rows: tuple[int, ...] = ()
+    """Ascending ids of the rows that every rank holds beside its shard."""
 
     @property
     def label(self) -> str:
         """In words, such as ``column_wise on ranks 0, 2-3``."""
         ranks = ranks_in_words(shard.rank for shard in self.shards)
         cached = "" if self.cache_load_factor is None else f" of load factor {self.cache_load_factor:.3g}"
-        return f"{sharding_in_words(self.sharding_type, self.kernel)}{cached} on {ranks}"
+        hot = f" with {len(self.hot_rows):,} hot rows" if self.hot_rows else ""
+        return f"{sharding_in_words(self.sharding_type, self.kernel)}{cached} on {ranks}{hot}"
 
 
 STATE_BYTES = 4
@@ -273,7 +278,8 @@ class PlanInputs:
     settings: dict[str, Any]
     """Arguments of the planner: cost source, checkpoint, seed, and so on."""
     features: dict[str, FeatureStatistics]
-    """Statistics, without hot ids. Files of earlier releases lack features with a histogram of ids."""
+    """Statistics, without hot ids unless the feature's table has hot rows. Files of earlier releases lack features with
+    a histogram of ids."""
 
 
 @dataclass(frozen=True)
@@ -347,6 +353,8 @@ class SavedPlan:
             for table in module.values():
                 if table["cache_load_factor"] is None:
                     del table["cache_load_factor"]
+                if not table["hot_rows"]:
+                    del table["hot_rows"]
         return {"format": FORMAT, "version": VERSION, **document}
 
     def save(self, path: str | Path) -> None:
@@ -414,6 +422,13 @@ def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_s
             f"table {fqn!r} is {sharding.label}: TorchRec runs {sharding.sharding_type} tables with a shard on each of "
             f"{world_size} ranks, in their order"
         )
+    if sharding.hot_rows:
+        if sharding.sharding_type != ShardingType.ROW_WISE.value:
+            raise ValueError(f"table {fqn!r} is {sharding.label}: hot rows need a row_wise table")
+        try:
+            HotRows(torch.tensor(sharding.hot_rows), rows)
+        except PlanError as error:
+            raise ValueError(f"table {fqn!r}: {error}") from error
 
 
 def _cover(shards: Sequence[ShardPlace], rows: int, dim: int) -> bool:

@@ -15,7 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Storage, Topology
 
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.options import counted, type_of
+from dreamshard_planner.search_space.options import counted, hot_rows_of, type_of
 from dreamshard_planner.search_space.sharding_types import KERNELS
 from dreamshard_planner.workload.tables import OPTIMIZERS, Table
 
@@ -81,6 +81,9 @@ class AllocatedStorage(ShardEstimator):
             copies = 2 if type_of(option).is_replicated else 1
             gradients = int(copies * math.prod(size) * table.weight_bytes)
             device, host = (device + gradients, host) if on_gpu else (device, host + gradients)
+        if (hot := hot_rows_of(option)) is not None:  # on every rank, and so with every shard
+            replicas = self._reader.declared(option).trained_bytes(len(hot) * table.dim, table.dim)
+            device, host = (device + replicas, host) if on_gpu else (device, host + replicas)
         return Storage(hbm=device, ddr=host)
 
 

@@ -23,6 +23,7 @@ from dreamshard_planner.search_space.modules import exchange_codecs, output_type
 from dreamshard_planner.search_space.options import (
     cannot_lie_so,
     fqn_of,
+    hot_rows_of,
     ranks_of,
     refused,
     runs_of,
@@ -43,6 +44,13 @@ from dreamshard_planner.search_space.sharding_types import (
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Table, Workload
 
+HOT_LOOKUP_PASSES = 5
+"""Passes of an embedding's bytes through memory, for a lookup of a hot row: gather, its gradient, sum by row."""
+HOT_ROW_PASSES = 10
+"""Passes of a hot row's bytes through memory: copy, gradient, update, copy to the shard, comparison with it."""
+ROUTED_BYTES = 120
+"""Bytes of memory traffic that tell a lookup of a hot row from another."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -56,6 +64,8 @@ class Part:
     """Index of the fused group."""
     exchanges: tuple[tuple[Collective, float], ...]
     """Collectives that carry lookups and outputs, and bytes to each peer."""
+    hot_bytes: float = 0.0
+    """Bytes of memory traffic for hot rows."""
 
     @property
     def is_estimated(self) -> bool:
@@ -144,6 +154,7 @@ def parts_of(
     group: int,
     exchanges: Callable[[Workload], Iterable[tuple[Collective, float]]],
     with_storage: bool,
+    hot_bytes: float,
 ) -> tuple[list[Part], list[int]]:
     """Return the parts of an option, and the index of the part of each of its shards.
 
@@ -153,6 +164,7 @@ def parts_of(
         group: fused group of the parts.
         exchanges: makes the exchanges of a part.
         with_storage: whether storage is estimated already.
+        hot_bytes: of each part.
     """
     index_of: dict[tuple[object, ...], int] = {}
     parts: list[Part] = []
@@ -169,9 +181,18 @@ def parts_of(
                 columns = shard.size[1] * whole.dim // max(1, option.tensor.shape[1])
                 workload = whole.part(shard.size[0], columns, first_row)
                 index_of[key] = len(parts)
-                parts.append(Part(option, shard, workload, group, tuple(exchanges(workload))))
+                parts.append(Part(option, shard, workload, group, tuple(exchanges(workload)), hot_bytes))
             indices += [index_of[key]] * (1 if differ else run.count)
     return parts, indices
+
+
+def hot_bytes_of(option: ShardingOption, table: Table) -> float:
+    """Return the bytes of a rank's memory traffic for the hot rows of a table, beside its kernels."""
+    if (hot := hot_rows_of(option)) is None:
+        return 0.0
+    routed = ROUTED_BYTES * (table.pooling_factor + table.hot_lookups) * option.batch_size
+    passed = HOT_LOOKUP_PASSES * table.hot_lookups * option.batch_size + HOT_ROW_PASSES * len(hot)
+    return routed + passed * table.dim * OUTPUT_BYTES
 
 
 def sent_bytes(parts: Sequence[Part]) -> tuple[list[Collective], torch.Tensor]:
@@ -355,6 +376,10 @@ def exchanges_of(
             yield Collective(label, over, *passes), gradient_bytes / max(world, links.all_reduce.world_size)
         else:
             yield Collective(label, over, *passes), output_bytes / (host if over == "host" else world)
+    if (hot := hot_rows_of(option)) is not None:
+        ranks = max(world, links.all_reduce.world_size)
+        reduced = Collective(f"{name} hot rows all-reduce", "world", None, links.all_reduce)
+        yield reduced, len(hot) * workload.dim * OUTPUT_BYTES / ranks
     if spec.is_replicated or links.lookups is None:
         return
     # Also between hosts, ids go straight to the rank that holds their rows.

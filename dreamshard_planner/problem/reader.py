@@ -31,6 +31,7 @@ from dreamshard_planner.problem.parts import (
     ReadProblem,
     exchanges_of,
     group_key,
+    hot_bytes_of,
     num_ranks,
     parts_of,
     sent_bytes,
@@ -47,11 +48,12 @@ from dreamshard_planner.search_space.input_checks import (
     per_feature,
 )
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
-from dreamshard_planner.search_space.options import by_table, fqn_of, tower_refused, type_of
+from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, tower_refused, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.sharding_types import CACHING, DENSE, TableFacts, in_host_memory, memory_of, serves
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.features import feature_matrix
+from dreamshard_planner.workload.hot_rows import without_rows
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import (
     CACHE_LOAD_FACTOR,
@@ -131,7 +133,7 @@ class OptionReader:
             group = groups.setdefault(group_key(option, table, shardable.config, fused), len(groups))
             element_bytes = wire_bytes(option, shardable.sharder, fused)
             exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
-            found, indices = parts_of(option, whole, group, exchanges, with_storage)
+            found, indices = parts_of(option, whole, group, exchanges, with_storage, hot_bytes_of(option, table))
             units = units_of(option, [len(parts) + index for index in indices], topology)
             parts += found
             read[fqn_of(option)].append(Option(units, option.sharding_type, option.compute_kernel))
@@ -264,8 +266,9 @@ class OptionReader:
         return option.feature_names or [""] * len(option.input_lengths)
 
     def table(self, option: ShardingOption, topology: Topology) -> Table:
-        """Return the option's table; the same for all options of a table, kernel and cache."""
-        key = (option.fqn, option.compute_kernel, option.cache_load_factor, self._prefetches(option))
+        """Return the option's table; the same for all options of a table, kernel, cache and hot rows."""
+        hot = hot_rows_of(option)
+        key = (option.fqn, option.compute_kernel, option.cache_load_factor, self._prefetches(option), hot)
         if key not in self._tables:
             self._tables[key] = self._read_table(option, topology)
         return self._tables[key]
@@ -276,7 +279,7 @@ class OptionReader:
         num_poolings = constraint.num_poolings or option.num_poolings or [1.0]
         num_poolings = per_feature(num_poolings, len(names), option.name, "num_poolings")
         batch_sizes = per_feature(constraint.batch_sizes or [option.batch_size], len(names), option.name, "batch_sizes")
-        features, shares = [], []
+        features, shares, hot, hot_lookups = [], [], hot_rows_of(option), 0.0
         for name, factor, poolings, batch_size in zip(names, pooling_factors, num_poolings, batch_sizes, strict=True):
             feature = self._statistics.get(name) or FeatureStatistics(factor)
             if reason := self._why_unplaced(option, feature):
@@ -286,6 +289,10 @@ class OptionReader:
             # factor says. The histogram still belongs to the lookups that it was taken from.
             share = poolings * batch_size / option.batch_size
             shares.append(share)
+            if hot is not None:
+                others = without_rows(feature, hot.ids)
+                hot_lookups += (feature.pooling_factor - others.pooling_factor) * share
+                feature = others
             if share != 1.0 and share > 0:
                 feature = replace(
                     feature,
@@ -304,6 +311,7 @@ class OptionReader:
             rows=max(1, rows),
             dim=max(1, dim),
             features=tuple(features),
+            hot_lookups=hot_lookups,
             output_share=sum(shares) / len(names),
             weight_bytes=weight_bytes,
             pooled=option.is_pooled,

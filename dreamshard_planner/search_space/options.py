@@ -18,6 +18,7 @@ from typing import Any, Self
 from torchrec.distributed.planner.types import Perf, PlannerError, PlannerErrorType, Shard, ShardingOption, Storage
 
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec, is_known
+from dreamshard_planner.workload.hot_rows import HotRows
 
 SHARDS = {"shards", "_runs", "_ranks", "_shards"}
 """Attributes that hold the shards of TorchRec's options and of ours."""
@@ -244,6 +245,20 @@ def type_of(option: ShardingOption) -> ShardingTypeSpec:
     return SHARDING_TYPES[option.sharding_type]
 
 
+def hot_rows_of(option: ShardingOption) -> HotRows | None:
+    """Return the rows of the option's table that every rank holds; None without any."""
+    return getattr(option, "hot_rows", None)
+
+
+def with_hot_rows(option: ShardingOption, hot: HotRows | None) -> ShardingOption:
+    """Return a copy with these hot rows and without estimates, which depend on them."""
+    option = copy.deepcopy(option)
+    option.hot_rows = hot
+    for shard in option.shards:
+        shard.perf = shard.storage = None
+    return option
+
+
 def by_table(options: Iterable[ShardingOption]) -> dict[str, list[ShardingOption]]:
     """Group options by the fully qualified names of their tables, in the given order."""
     tables: dict[str, list[ShardingOption]] = {}
@@ -255,7 +270,13 @@ def by_table(options: Iterable[ShardingOption]) -> dict[str, list[ShardingOption
 def same_option(one: ShardingOption, other: ShardingOption) -> bool:
     """Return whether two options of one table are equal; options of an unknown kernel also differ by estimates."""
     one_way, other_way = (
-        (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards)
+        (
+            option.sharding_type,
+            option.compute_kernel,
+            option.cache_load_factor,
+            option.num_shards,
+            hot_rows_of(option),
+        )
         for option in (one, other)
     )
     if one_way != other_way or is_known(one.compute_kernel):

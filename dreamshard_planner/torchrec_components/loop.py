@@ -286,7 +286,7 @@ class SearchLoop:
             notes.append(self._fallback.note)
         notes += self._replaced
         if self.hot_rows is not None:
-            notes += self.hot_rows.notes()
+            notes.append(self.hot_rows.note())
         notes += dedup_notes(self.model, plan)
         now = signatures(plan)
         is_changed = ours is not None and now != self._placed

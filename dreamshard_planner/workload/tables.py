@@ -183,7 +183,9 @@ class Table(Traits):
     rows: int
     dim: int
     features: tuple[FeatureStatistics, ...]
-    """One entry per feature that the table serves; a shared table has several."""
+    """One entry per feature that the table serves; a shared table has several. Without lookups of hot rows."""
+    hot_lookups: float = 0.0
+    """Lookups of hot rows per sample, which each rank answers itself."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:

@@ -16,7 +16,7 @@ from dreamshard_planner import DreamShardPlanner, TableStatistics
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.hot_rows.choice import HotRowsChoice
 from dreamshard_planner.hot_rows.hot_set import hot_rows_of
-from dreamshard_planner.hot_rows.other_lookups import without_rows
+from dreamshard_planner.workload.hot_rows import without_rows
 from tests.hot_rows.zipf import FEATURES, sequence_model, zipf_batches
 
 ROWS, DIM, SAMPLES, LOOKUPS = 50_000, 64, 512, 50
@@ -50,32 +50,39 @@ def _choice(planner: DreamShardPlanner) -> HotRowsChoice:
 def test_hot_rows_of_skewed_tables_lower_the_step() -> None:
     plan, planner = _planned(1.2)
     choice, hot = _choice(planner), dict(hot_rows_of(plan))
-    assert hot.keys() == {"ec.t0", "ec.t1"} == choice.ids.keys()
+    report = planner.report()
+    gain, described = (note for note in report.notes if note.code == "hot_rows")
+    assert hot.keys() == {"ec.t0", "ec.t1"}
     assert choice.after_ms < 0.9 * choice.before_ms and choice.after_bytes < 0.7 * choice.before_bytes
-    assert choice.before_ms == pytest.approx(planner.report().chosen.total_ms, rel=1e-6)
-    for table in choice.tables:
-        known = _statistics(1.2)[f"f{table.name[-1]}"]
-        assert known.hot is not None
-        order = sorted(zip(known.hot.reads, known.hot.ids, strict=True), reverse=True)[: len(table.ids)]
-        assert sum(reads for reads, _ in order) / known.lookups == pytest.approx(table.lookup_share, rel=1e-6)
-        assert hot[table.name].table_rows == ROWS and sorted(table.ids.tolist()) == hot[table.name].ids.tolist()
-        assert table.memory_bytes == len(table.ids) * (DIM * 4 + 4)  # and the state of row-wise Adagrad
-    note = next(note for note in planner.report().notes if note.code == "hot_rows")
-    assert all(word in note.text for word in ("ec.t0", "of its lookups", "MiB", " ms"))
-    assert note.figures["after_ms"] == choice.after_ms
+    assert choice.after_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
+    for name, rows in hot.items():
+        known = _statistics(1.2)[f"f{name[-1]}"]
+        assert known.hot is not None and rows.table_rows == ROWS
+        order = sorted(zip(known.hot.reads, known.hot.ids, strict=True), reverse=True)[: len(rows)]
+        assert sorted(row for _, row in order) == rows.ids.tolist()
+        share = sum(reads for reads, _ in order) / known.lookups
+        assert f"{name} {len(rows):,} of {ROWS:,} for {share:.0%} of its lookups" in described.text
+    rows = sum(map(len, hot.values()))
+    memory_bytes = rows * (DIM * 4 + 4)  # and the state of row-wise Adagrad
+    assert described.figures == {"rows": rows, "memory_bytes": memory_bytes}
+    assert gain.figures["after_ms"] == choice.after_ms
+    whole = _planned(1.2, hot_rows_bytes=0)[1].report()
+    assert choice.before_ms == pytest.approx(whole.chosen.total_ms, rel=1e-6)
+    taken = [entry.used_bytes[3] for one in (report, whole) for entry in one.memory if entry.kind == "HBM"]
+    assert taken[0] - taken[1] == memory_bytes
 
 
 def test_the_budget_bounds_the_memory_of_each_rank() -> None:
     for budget_bytes in (1000, 20_000):
         choice = _choice(_planned(1.2, hot_rows_bytes=budget_bytes)[1])
-        assert budget_bytes - 2 * (DIM * 4 + 4) < choice.memory_bytes <= budget_bytes
+        assert budget_bytes - 2 * (DIM * 4 + 4) < choice.hot_rows * (DIM * 4 + 4) <= budget_bytes
 
 
 @pytest.mark.parametrize(("exponent", "dedup"), [(None, False), (0.0, False), (1.2, True)])
 def test_tables_stay_whole_where_hot_rows_gain_nothing(exponent: float | None, dedup: bool) -> None:
     """Statistics are lacking, all rows are read alike, or index dedup sends each row once already."""
     plan, planner = _planned(exponent, dedup)
-    assert not [*hot_rows_of(plan)] and not _choice(planner).tables
+    assert not [*hot_rows_of(plan)] and not _choice(planner).hot_rows
     assert "no hot rows" in str(_choice(planner))
 
 

@@ -1,18 +1,60 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Statistics of the lookups that hot rows leave to the exchange.
+"""Rows of a table that every rank holds, and statistics of the lookups of all other rows.
 
 Shapes: K hot rows of a table, P parts of a histogram of ids, 2 (lookups, distinct rows).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dreamshard_planner.errors import PlanError
 from dreamshard_planner.workload.reuse import bin_probabilities, mean_reuse
 from dreamshard_planner.workload.tables import FeatureStatistics
+
+
+@dataclass(frozen=True, eq=False)
+class HotRows:
+    """Ids of the rows of one table that every rank holds.
+
+    Raises:
+        PlanError: an id is given twice or lies outside the table.
+    """
+
+    ids: Tensor
+    """Ascending, int64, on the CPU."""
+    table_rows: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", self.ids.detach().to("cpu", torch.int64).sort().values)
+        if self.ids.dim() != 1 or not len(self.ids):
+            raise PlanError(f"hot rows must be a list of at least one id, got shape {tuple(self.ids.shape)}.")
+        if self.ids[0] < 0 or self.ids[-1] >= self.table_rows:
+            raise PlanError(
+                f"hot rows must lie in a table of {self.table_rows:,} rows, got ids from {self.ids[0]} to "
+                f"{self.ids[-1]}. Take the hot rows from statistics of this table."
+            )
+        if twice := int((self.ids.diff() == 0).sum()):
+            raise PlanError(f"hot rows must be different rows, got {twice} ids twice.")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HotRows) and self.table_rows == other.table_rows and torch.equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        return hash((self.table_rows, len(self.ids)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HotRows:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} hot rows of {self.table_rows:,}>"
 
 
 def without_rows(feature: FeatureStatistics, ids: Tensor) -> FeatureStatistics:
