@@ -7,7 +7,6 @@ Shapes: N lookups of a sharding type; K hot rows; C rows that the exchange bring
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,13 +37,14 @@ from dreamshard_planner.hot_rows.routing import HotIndex, Routed
 from dreamshard_planner.torchrec_components import compat
 
 
-@dataclass
 class HotRowsContext(EmbeddingCollectionContext):
-    """TorchRec's context of one batch, with the lookups of hot rows."""
+    """TorchRec's context of one batch, with the lookups of hot rows. It is no dataclass in TorchRec 1.6.1."""
 
-    batch: KeyedJaggedTensor | None = None
-    """All lookups, features in the order of the sharding types."""
-    routed: Routed | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch: KeyedJaggedTensor | None = None
+        """All lookups, features in the order of the sharding types."""
+        self.routed: Routed | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)
