@@ -2,8 +2,8 @@
 #                   split tables by columns; ends with a table, and the plan's report in demo.html
 # make test         all tests, PROCESSES=2 at a time
 # make coverage     lines and branches of the package that the tests run, half as long again
-# make fuzz         CASES=1000 random models, states, numbers and files, others each time
-# make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec, then these and
+# make fuzz         CASES=1000 randomly damaged files, others each time
+# make test-matrix  a short training, TorchRec's seams and plan files with other releases of TorchRec, then these and
 #                   doctor with the newest torch and FBGEMM, in .matrix/newest from requirements/newest.txt
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
 #                   it on two CPU ranks
@@ -18,7 +18,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ELSE_TORCH_INDEX = $(if $(findstring cpu,$(LOCK)),|| $(PIP) --no-build-isolation --extra-index-url $(TORCH_CPU_INDEX) -r $(LOCK))
 PROCESSES ?= 2
 MATRIX := 1.6.1 1.7.0 1.9.2
-SEAMS := tests/distributed/test_smoke.py tests/hot_rows/test_checkpoints.py tests/torchrec_components/test_plugin.py tests/problem/test_table_reader.py \
+SEAMS := tests/distributed/test_loaded_plan.py tests/hot_rows/test_checkpoints.py tests/torchrec_components/test_plugin.py \
+    tests/problem/test_table_reader.py \
     tests/planning/test_refusals.py tests/plans/test_report.py tests/problem/test_links.py tests/problem/test_fused_groups.py \
     tests/search_space/test_estimates.py tests/plans/test_plan_file.py tests/torchrec_components/test_provider.py
 # These depend on torch and FBGEMM, which only the newest set changes.

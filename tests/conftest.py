@@ -41,10 +41,8 @@ LONG = (
     "test_mixed_models.py",
     "test_moved_training.py",
     "test_placers.py",
-    "test_planner.py",
     "test_replicas.py",
     "test_sharding_types.py",
-    "test_splits.py",
 )
 """Files with tests of ten seconds and more."""
 
@@ -59,9 +57,8 @@ def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pairs", type=int, default=3, help="pairs of plans to move a checkpoint between (3)")
     parser.addoption("--turns", type=int, default=1, help="of 9: shardings to move to on other numbers of ranks (1)")
-    parser.addoption("--models", type=int, default=30, help="random mixed models to plan (30)")
+    parser.addoption("--models", type=int, default=20, help="random mixed models to plan (20)")
     parser.addoption(
         "--cases", type=int, default=50, help="cases of the fuzz tests (50), the same each time unless given"
     )

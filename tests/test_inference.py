@@ -1,14 +1,10 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Quantized modules: planned alone and beside trained ones, never dearer than TorchRec's by its own estimates of
-inference, sharded and run by TorchRec on CPUs with the outputs of the unsharded model.
-
-``pytest tests/test_inference.py --models 2000`` plans 100 random models.
-"""
+"""Quantized modules: planned alone and beside trained ones, sharded and run by TorchRec on CPUs with the outputs of the
+unsharded model."""
 
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,14 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.global_settings import set_propogate_device
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.inference import dlrm_predict
 from torchrec.inference.modules import DEFAULT_SHARDERS, quantize_inference_model, shard_quant_model
@@ -38,15 +29,10 @@ from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatis
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.sharding_types import CW, RW, TW
-from dreamshard_planner.search_space.usable_options import usable_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 META = torch.device("meta")
-BLOCK = 5
-"""Random models in one test."""
-NO_RESERVATION = FixedPercentageStorageReservation(percentage=0.0)
 
 
 class Model(nn.Module):
@@ -163,94 +149,6 @@ def test_torchrecs_own_example_with_this_planner(monkeypatch: pytest.MonkeyPatch
     assert {table.kernel for table in planners[0].report().tables} == {"quant"}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "seeds" in metafunc.fixturenames:
-        models = metafunc.config.getoption("models") // 20
-        blocks = [range(first, min(first + BLOCK, models)) for first in range(0, models, BLOCK)]
-        metafunc.parametrize("seeds", blocks, ids=[f"{seeds[0]}-{seeds[-1]}" for seeds in blocks])
-
-
-def test_random_quantized_models(seeds: range) -> None:
-    """A plan wherever TorchRec finds one that it can run, and never dearer by its estimates; alone and beside trained
-    modules."""
-    for seed in seeds:
-        rng = random.Random(seed)
-        model, topology, constraints, statistics = random_model(rng)
-        sharders = [*DEFAULT_SHARDERS, EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-        common = {"topology": topology, "batch_size": 64, "storage_reservation": NO_RESERVATION, "debug": False}
-        cost_source = rng.choice(["auto", "torchrec"])
-        ours = DreamShardPlanner(**common, constraints=constraints, statistics=statistics, cost_source=cost_source)
-        try:
-            ours.plan(model, sharders)
-        except PlannerError as error:
-            assert "no sharding type is left" in str(error) or "Tables do not fit" in str(error), (seed, error)
-            allowed = ours._constraints if "Tables do not fit" in str(error) else None
-            assert allowed is None or torchrec_plan(model, sharders, allowed, **common) is None, (seed, str(error))
-            continue
-        theirs = torchrec_plan(model, sharders, ours._constraints, **common)
-        if theirs is None:
-            continue
-        assert ours.predict(ours.options).total_ms <= ours.predict(theirs).total_ms * (1 + 1e-5), seed
-        if cost_source == "torchrec":
-            assert ours._perf_model.rate(ours.options) <= ours._perf_model.rate(theirs) * (1 + 1e-5), seed
-        for option in ours.options:
-            if option.compute_kernel.startswith("quant"):
-                assert all(shard.perf.bwd_compute + shard.perf.bwd_comms == 0 for shard in option.shards), seed
-
-
-def torchrec_plan(model, sharders, constraints, **common):
-    """Return the plan of TorchRec's planner, by its estimates of inference if all modules are quantized."""
-    topology = common["topology"]
-    served = not any(type(module) in (EmbeddingBagCollection, EmbeddingCollection) for module in model.modules())
-    perf = EmbeddingPerfEstimator(topology=topology, constraints=constraints, is_inference=served)
-    storage = EmbeddingStorageEstimator(topology=topology, constraints=constraints)
-    enumerator = EmbeddingEnumerator(topology, 64, constraints, [perf, storage])
-    proposers = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]  # a grid would take minutes
-    planner = EmbeddingShardingPlanner(
-        **common, constraints=constraints, enumerator=enumerator, proposer=proposers, stats=[]
-    )
-    try:
-        planner.plan(model, sharders)
-    except PlannerError:
-        return None
-    return planner._best_plan
-
-
-def random_model(
-    rng: random.Random,
-) -> tuple[nn.Module, Topology, dict[str, ParameterConstraints], TableStatistics | None]:
-    """1 to 20 tables of 2 to 32 bits in up to three modules, one of which may be trained, on 2 to 8 ranks."""
-    device, ranks = rng.choice(["cpu", "cuda", "cuda"]), rng.choice([2, 2, 4, 8])
-    model, size, constraints, features = nn.Module(), 0, {}, {}
-    for index, kind in enumerate(rng.choices(["bags", "bags", "sequences", "trained"], k=rng.choice([1, 1, 2, 3]))):
-        width, own = rng.choice([16, 64, 128]), []
-        config = EmbeddingConfig if kind == "sequences" else EmbeddingBagConfig
-        for number in range(rng.choice([1, 3, 7])):
-            name = f"t{index}_{number}"
-            rows, dim = int(10 ** rng.uniform(2, 6)), width if kind == "sequences" else rng.choice([16, 32, 64, 256])
-            bits = rng.choice([DataType.INT8, DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16])
-            bits = DataType.FP32 if kind == "trained" else bits
-            pooling = {} if kind == "sequences" else {"pooling": rng.choice([PoolingType.SUM, PoolingType.MEAN])}
-            own.append(config(rows, dim, name, data_type=bits, feature_names=[f"{name}_f"], **pooling))
-            size += rows * dim * (4 if kind == "trained" else 1)
-            if rng.random() < 0.3:
-                features[f"{name}_f"] = FeatureStatistics(10 ** rng.uniform(-1, 2))
-            if rng.random() < 0.3:
-                types = rng.choice([None, [TW], [RW, TW], [CW, TW], [RW]])
-                constraints[name] = ParameterConstraints(sharding_types=types, min_partition=rng.choice([None, 16]))
-        if kind == "trained":
-            module = EmbeddingBagCollection(own, device=META)
-        elif kind == "bags":
-            split = rng.random() < 0.7
-            module = QuantEmbeddingBagCollection(own, False, META, quant_state_dict_split_scale_bias=split)
-        else:
-            module = QuantEmbeddingCollection(own, META, quant_state_dict_split_scale_bias=rng.random() < 0.7)
-        setattr(model, f"m{index}", module)
-    memory = 2**36 if rng.random() < 0.5 else int(size / ranks * rng.uniform(0.5, 3)) + 2**21
-    topology = Topology(world_size=ranks, compute_device=device, hbm_cap=memory, ddr_cap=memory)
-    return model, topology, constraints, TableStatistics(features) if features else None
-
-
 def plan_of(module: nn.Module, device: str = "cpu", sharders=DEFAULT_SHARDERS, **arguments):
     """Plan by bandwidths, on two ranks."""
     arguments = {"cost_source": "roofline", "batch_size": 512} | arguments
@@ -328,27 +226,3 @@ def test_a_report_tells_served_tables_from_trained_ones(tmp_path: Path) -> None:
     assert "the model has quantized tables" in text and "nothing was measured" in text
     assert "costs were" not in text  # of the network, which is not in use
     assert {table.kernel for table in planner.report().tables} == {"quant", "fused"}
-
-
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside trained tables"])
-def test_the_search_reckons_as_the_formula_does(beside: bool) -> None:
-    """Its sums leave a group where nothing is left of it, which the count of shards tells."""
-    tables = [EmbeddingBagConfig(100_000 * (i + 1), 64, f"t{i}", feature_names=[f"f{i}"]) for i in range(4)]
-    quantized = quantize_inference_model(nn.Sequential(EmbeddingBagCollection(tables)))
-    model, sharders = nn.ModuleDict({"served": quantized}), [*DEFAULT_SHARDERS]
-    if beside:
-        trained = [EmbeddingBagConfig(50_000, 64, f"u{i}", feature_names=[f"g{i}"]) for i in range(2)]
-        model["trained"] = EmbeddingBagCollection(trained, device=META)
-        sharders.append(EmbeddingBagCollectionSharder())
-    planner = DreamShardPlanner(topology=Topology(2, "cpu"), batch_size=512, stats=[], debug=False)
-    planner.plan(model, sharders)
-    assert planner.report().cost_source.startswith("roofline")
-    built = planner._model()
-    read = built.context.read(usable_options(built.search_space, "cpu"), built.left)
-    cost = built.context.cost(read)
-    sharding = read.sharding(planner.options)
-    state = ShardingState(cost, sharding, 1.0)
-    for table, options in enumerate(read.problem.tables):
-        tried = state.tried([(table, option) for option in range(len(options))])
-        expected = [cost.overall_ms(sharding.changed(*changes[0])) for changes in tried.changes]
-        assert tried.overall_Q.tolist() == pytest.approx([ms * 1e5 for ms in expected], abs=1)

@@ -193,14 +193,10 @@ def releases(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     ("versions", "said"),
     [
         ({"torchrec": "2.0.0"}, "torchrec 2.0.0 has not been tried: accepted are 1.6 to 1.9"),
-        ({"torchrec": "1.5.1"}, "torchrec 1.5.1 has not been tried"),
         ({"torchrec": "1.6.1rc3"}, None),
-        ({"torch": "2.13.1+cu130"}, None),
-        ({"torch": "2.11.0", "fbgemm_gpu": "1.6.0"}, None),
         ({"torch": "2.14.1", "fbgemm_gpu": "1.9.0"}, None),
         ({"torch": "2.15.0", "fbgemm_gpu": "1.9.0"}, "torch 2.15.0 has not been tried: accepted are 2.11 to 2.14"),
         ({"torch": "2.12.0"}, "fbgemm-gpu 1.8.0 has not been tried: torch 2.12 goes with 1.7"),
-        ({"fbgemm_gpu": "1.7.0"}, "fbgemm-gpu 1.7.0 has not been tried: torch 2.13 goes with 1.8"),
         ({"torchrec": "nightly"}, "torchrec nightly has not been tried"),
     ],
 )

@@ -7,19 +7,17 @@ rated worse than its rivals, and there wherever TorchRec's planner has a plan.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from torchrec.distributed.planner.planners import (
     validate_compute_kernels,
     validate_modules_inclusion_in_sharding_plan,
     validate_rank_assignment,
 )
-from torchrec.distributed.planner.types import PlannerError, Topology
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner import DreamShardPlanner, ShardingGroups
+from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import (
     CACHING,
@@ -46,7 +44,6 @@ SLACK = 1e-5
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
         models = metafunc.config.getoption("models")
-        models = models // 20 if "groups" in metafunc.function.__name__ else models
         blocks = [range(first, min(first + BLOCK, models)) for first in range(0, models, BLOCK)]
         metafunc.parametrize("seeds", blocks, ids=[f"{seeds[0]}-{seeds[-1]}" for seeds in blocks])
 
@@ -64,29 +61,6 @@ def test_random_mixed_models(seeds: range) -> None:
         planned += 1
         check_plan(case, planner, plan, seed)
     assert planned >= len(seeds) // 5
-
-
-def test_random_models_in_sharding_groups(seeds: range) -> None:
-    """The plan of one group has the ranks, memory and hosts that it would have alone."""
-    for seed in seeds:
-        alone = mixed_case(seed)
-        one = alone.topology
-        world = Topology(
-            2 * one.world_size,
-            one.compute_device,
-            local_world_size=2 * one.local_world_size,
-            hbm_cap=one.devices[0].storage.hbm,
-            ddr_cap=one.devices[0].storage.ddr,
-        )
-        planner = replace(alone, topology=world).planner(
-            seed=seed, sharding_groups=ShardingGroups(size=one.world_size, sync_interval=seed % 7 + 1)
-        )
-        try:
-            plan = planner.plan(alone.model, alone.sharders)
-        except PlannerError as error:
-            check_refusal(alone, planner, error, seed)
-            continue
-        check_plan(alone, planner, plan, seed)
 
 
 def check_refusal(case: MixedCase, planner: DreamShardPlanner, error: PlannerError, seed: int) -> None:

@@ -28,8 +28,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from typer.testing import CliRunner
 
 from dreamshard_planner import CheckpointError, load_across_plans, save_across_plans
@@ -181,21 +179,6 @@ def test_steps_of_adam_are_not_invented(tmp_path: Path) -> None:
     load_across_plans(zeros_like(without), tmp_path / "number", fresh=["t"])
 
 
-def test_states_that_are_no_tensors_are_carried_as_they_are(tmp_path: Path) -> None:
-    """Optimizers of a script's own may count steps in plain numbers."""
-    weight_RD = torch.randn(ROWS, DIM)
-    states = {"sum": torch.rand(ROWS, 1), "step": 7}
-    state = {"model": {WEIGHT: weight_RD}, "optimizer": {"state": {f"dense.{WEIGHT}": states}}}
-    save_across_plans(state, tmp_path / "plain")
-    loaded = zeros_like(state)
-    load_across_plans(loaded, tmp_path / "plain")
-    assert loaded["optimizer"]["state"][f"dense.{WEIGHT}"]["step"] == 7
-    assert torch.equal(loaded["optimizer"]["state"][f"dense.{WEIGHT}"]["sum"], states["sum"])
-    told = describe(tmp_path / "plain")
-    assert told["tables"]["ebc.t"]["states"] == {"momentum1": [ROWS, 1]}
-    assert told["others"] == [f"optimizer.state.dense.{WEIGHT}.step"]
-
-
 def test_nothing_of_an_entry_is_passed_over(tmp_path: Path) -> None:
     """Layers and their optimizer's states must all load; entries that the state dict lacks are left alone."""
     state = saved(tmp_path / "saved")
@@ -228,6 +211,15 @@ def test_nothing_of_an_entry_is_passed_over(tmp_path: Path) -> None:
             continue
         with pytest.raises(CheckpointError, match=told):
             load_across_plans(found, tmp_path / "whole", dropped=dropped)
+
+
+def test_tables_of_another_size_and_folders_without_a_checkpoint_are_named(tmp_path: Path) -> None:
+    state = saved(tmp_path / "saved")
+    longer = {"model": {**state["model"], WEIGHT: torch.zeros(99, DIM)}}
+    with pytest.raises(CheckpointError, match=r"table ebc.t: of size \(12, 16\) in the checkpoint, \(99, 16\) here"):
+        load_across_plans(longer, tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"nowhere.*no file .metadata"):
+        load_across_plans(zeros_like(state), tmp_path / "nowhere")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -331,28 +323,6 @@ def test_killed_at_any_moment_the_old_one_is_whole_and_the_new_one_absent(count:
         torch.testing.assert_close(found["model"], state["model"])
     with pytest.raises(FileError, match=r"new: exists"):
         save_across_plans(state, tmp_path / "new")
-
-
-def test_of_two_jobs_that_save_to_one_folder_the_first_to_end_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = saving.WholeWriter.write_data
-    began: list[saving.WholeWriter] = []
-
-    def write_data(self: Any, *arguments: Any) -> Any:
-        written = real(self, *arguments)
-        began.append(saving.WholeWriter(tmp_path / "new"))
-        began[0].prepare_global_plan([SavePlan([])])
-        return written
-
-    monkeypatch.setattr(saving.WholeWriter, "write_data", write_data)
-    save_across_plans({"model": {WEIGHT: torch.ones(ROWS, DIM)}}, tmp_path / "new")
-    loaded = {"model": {WEIGHT: torch.zeros(ROWS, DIM)}}
-    load_across_plans(loaded, tmp_path / "new")
-    assert loaded["model"][WEIGHT].eq(1).all()
-    with pytest.raises(FileError, match="new: cannot be written"):
-        began[0].finish(Metadata({}), [])
-    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -27,8 +27,7 @@ from torchrec.modules.mc_modules import (
 )
 
 from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
-from dreamshard_planner.across_plans import reading
-from dreamshard_planner.across_plans.reading import BoundedReader, describe
+from dreamshard_planner.across_plans.reading import describe
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -138,9 +137,6 @@ def test_tables_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
     )
 
 
-BUFFERS = "model.x._managed_collision_collection._managed_collision_modules"
-
-
 def test_tables_with_managed_collisions_start_anew_by_consent(tmp_path: Path) -> None:
     model = model_of(x=managed("a"), y=collection("b"))
     first = saved(tmp_path / "saved", model)
@@ -149,24 +145,3 @@ def test_tables_with_managed_collisions_start_anew_by_consent(tmp_path: Path) ->
     for key, value in loaded["model"].items():
         expected = model.state_dict()[key]
         assert torch.equal(value, expected if key.startswith("y.") else torch.zeros_like(expected)), key
-
-
-def test_weights_are_not_carried_without_what_maps_ids_to_them(tmp_path: Path) -> None:
-    model = model_of(x=managed("a"))
-    without = {key: value for key, value in model.state_dict().items() if "_mch_remapped_ids" not in key}
-    save_across_plans({"model": without}, tmp_path / "saved")
-    for added in ((), ("x.a",)):
-        with pytest.raises(CheckpointError, match=rf"{BUFFERS}\.a\._mch_remapped_ids_mapping: not in the checkpoint"):
-            load_across_plans(blank(model), tmp_path / "saved", added=added)
-
-
-def test_row_blocks_are_told_by_large_buffers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are saved in pieces."""
-    model = model_of(x=managed("a"))
-    monkeypatch.setattr(reading, "PIECE_BYTES", 64)
-    first = saved(tmp_path / "saved", model)
-    entries = BoundedReader(first).read_metadata().state_dict_metadata
-    assert [tuple(part.sizes) for part in entries[f"{BUFFERS}.a._mch_counts"].chunks] == [(ROWS,)]
-    loaded = blank(model)
-    load_across_plans(loaded, first)
-    torch.testing.assert_close(loaded["model"], dict(model.state_dict()))

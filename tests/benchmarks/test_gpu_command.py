@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import gpu
 from dreamshard_planner.checkpoints.choice import resolve, shipped
+from tests.torchrun import forked
 
 
 def test_scripts_know_all_options_that_the_commands_give(tmp_path: Path) -> None:
@@ -27,8 +27,10 @@ def test_scripts_know_all_options_that_the_commands_give(tmp_path: Path) -> None
 
 def test_a_short_run_on_two_ranks_ends_with_a_checkpoint_for_this_device(tmp_path: Path) -> None:
     lines = gpu.commands("cpu", 2, tmp_path, "cpu", 0.1, quick=True)
-    for name in ("collectives", "checkpoint"):
-        done = subprocess.run(lines[name], shell=True, capture_output=True, text=True, cwd=gpu.ROOT)
+    for name, script in (("collectives", "measure/collectives.py"), ("checkpoint", "__main__.py")):
+        launcher, *_, module, options = re.split(r" -m (\S+) ", lines[name])
+        assert launcher and module.replace(".", "/") in f"dreamshard_planner/{script}"
+        done = forked(gpu.ROOT / "dreamshard_planner" / script, *shlex.split(options))
         assert done.returncode == 0, done.stdout + done.stderr
     made = shipped(tmp_path, "cpu", "default")  # as auto looks for it
     assert made.name == "cpu.safetensors" and made.metadata["dataset"]["sets"] >= 16  # a block of each rank

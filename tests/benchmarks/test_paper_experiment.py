@@ -16,9 +16,7 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.training import TrainingConfig, pool_tables
-from paper.models import MaxOfTables, MeanOfTables, WithoutCosts
-from paper.networks import PaperCostConfig, PaperPolicy, PaperPolicyConfig, placement_labels, sent_bytes
-from paper.placement_mdp import OBSERVATIONS
+from paper.networks import placement_labels, sent_bytes
 from paper.results import by_kind, compared, pooled, strongest_rule
 from paper.training import Published, Setting, halves, labelled_placements, named_placement, train_published
 from paper_experiment import main
@@ -55,28 +53,6 @@ def test_placements_as_labelled_sets() -> None:
     # Two tables of dim 16 for a third of 64 samples, 4 bytes each, to two peers; the latency twice.
     sent_ms = 2 * 2 * 16 * 64 / 3 * 4 / 1e6
     assert overall.tolist() == pytest.approx([3 + 4 + 2 * (0.25 + sent_ms), 9 + 10 + 2 * (0.25 + sent_ms)], rel=1e-5)
-
-
-def test_other_reductions_by_hand() -> None:
-    train, _ = halves(batch_size=64)
-    names = [table.name for table in train.tables[:3]]
-    sets = train.labelled([names[:2], names[2:], []], torch.ones(3, 2))
-    for make, reduce in ((MeanOfTables, torch.mean), (MaxOfTables, torch.amax)):
-        network = make(PaperCostConfig())
-        latent_SR = network.encode(sets.features_SF)[:, 1:]
-        pooled_XR = network.pool(sets)
-        torch.testing.assert_close(pooled_XR[0], reduce(latent_SR[:2], dim=0))
-        torch.testing.assert_close(pooled_XR[1], latent_SR[2])
-        assert pooled_XR[2].abs().max() == 0
-
-
-def test_policy_without_costs_does_not_look_at_them() -> None:
-    channels_XDO = torch.randn(2, 3, 4, len(OBSERVATIONS), generator=torch.Generator().manual_seed(0))
-    others = torch.ones(3, 4, dtype=torch.bool), torch.ones(3, 4, 32), torch.zeros(3, 32)
-    for make in (PaperPolicy, WithoutCosts):
-        policy = make(PaperPolicyConfig(), seed=1)
-        one, other = (policy.logits(channels, *others) for channels in channels_XDO)
-        assert torch.equal(one, other) == (make is WithoutCosts)
 
 
 def test_figures_by_hand() -> None:

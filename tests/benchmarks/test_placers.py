@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""One contract for all methods of placement, and the referee that measures them."""
+"""One contract for all methods of placement, those that split tables too, and the referee that measures them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import compare_placements
 from dreamshard_planner.cost.dataset import CostDataset
 from placements.contests import Contest, draw_contests
 from placements.placers import DATA, Field
-from placements.summary import ANCHOR, summarize
+from placements.split_contests import SplitContest, SplitTask, draw_split_contests
+from placements.split_referee import SplitField
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -31,6 +32,8 @@ class QuickField(Field):
 
 
 FIELD = QuickField()
+SPLIT_FIELD = SplitField(FIELD)
+TYPES = ("table_wise", "column_wise")
 CONTESTS = draw_contests(3, seed=4, batch_size=128)  # one of each pool, the second with tight memory
 
 
@@ -65,18 +68,6 @@ def test_contests_are_of_held_out_tables_and_repeatable() -> None:
     assert [c.tables for c in contests[:3]] != [c.tables for c in draw_contests(3, seed=2, batch_size=64)]
 
 
-def test_summary_by_hand() -> None:
-    records = [
-        {"pool": "p", "compute_ms": {ANCHOR: 4.0, "a": 2.0}, "infeasible": []},
-        {"pool": "p", "compute_ms": {ANCHOR: 4.0, "a": 8.0}, "infeasible": ["b"]},
-    ]
-    for record in records:
-        record["overall_ms"] = record["compute_ms"]
-    rows = {row["placer"]: row for row in summarize(records)}
-    assert rows["a"]["compute"] == pytest.approx(1.0) and rows["a"]["wins"] == 0.5
-    assert rows["b"]["infeasible"] == 1 and rows["b"]["tasks"] == 0
-
-
 def test_referee_measures_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -98,3 +89,59 @@ def test_referee_measures_and_continues(
     with pytest.raises(SystemExit, match="2"):
         compare_placements.main()
     assert "recorded with other settings" in capsys.readouterr().err
+
+
+def contests(count: int, types: tuple[str, ...] = TYPES) -> list[SplitContest]:
+    return draw_split_contests(count, 4, 256, types, FIELD.linear, FIELD.network)
+
+
+def small(contest: SplitContest) -> SplitContest:
+    """Return a contest of its hot tables and a few others."""
+    tables = sorted(contest.tables, key=lambda table: table.name not in contest.hot)[:8]
+    return replace(contest, tables=tuple(tables))
+
+
+@pytest.fixture(scope="module")
+def tasks() -> list[SplitTask]:
+    """An ordinary one, and a hot one in tight memory, of a few tables each."""
+    return [SplitTask(small(contest), FIELD.learned) for contest in contests(2)]
+
+
+@pytest.mark.parametrize("name", list(SPLIT_FIELD.placers))
+def test_contract_of_planners_that_split(name: str, tasks: list[SplitTask]) -> None:
+    for task in tasks:
+        sharding = SPLIT_FIELD.placers[name](task)
+        if sharding is None:
+            assert task.contest.tight
+            continue
+        assert task.cost.problem.fits(sharding)
+        assert task is not tasks[0] or sharding == SPLIT_FIELD.placers[name](task)
+        if name != "dreamshard":
+            allowed = task.allowed.problem.tables
+            assert all(option < len(allowed[table]) for table, option in enumerate(sharding.options))
+
+
+def test_referee_measures_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    record = tmp_path / "record.jsonl"
+    command = [
+        str(BENCHMARKS / "compare_placements.py"), "--record", str(record), "--batch-size", "256",
+        "--sharding-types", ",".join(TYPES), "--placers", "torchrec,torchrec_whole,dreamshard", "--rounds", "2",
+        "--processor-time",
+    ]  # fmt: skip
+    monkeypatch.setattr(compare_placements, "Field", lambda checkpoint, device: FIELD)  # fitted already
+    monkeypatch.setattr(sys, "argv", [*command, "--tasks", "2"])
+    compare_placements.main()
+    head, first, second = (json.loads(line) for line in record.read_text().splitlines())
+    assert head["settings"]["sharding_types"] == ",".join(TYPES)
+    assert (first["task"], second["task"]) == ("1.0", "1.1") and not first["hot"] and second["hot"]
+    assert {"torchrec", "dreamshard"} <= set(first["compute_ms"])
+    assert all(ms > 0 for ms in first["compute_ms"].values())
+    assert first["split_tables"]["torchrec_whole"] == 0
+    said = capsys.readouterr().out
+    assert "all pools: 2 tasks" in said and "over that of the best plan of whole tables" in said
+    monkeypatch.setattr(sys, "argv", [*command, "--sharding-types", "row_wise"])
+    with pytest.raises(SystemExit, match="2"):
+        compare_placements.main()
+    assert "table_wise" in capsys.readouterr().err

@@ -14,7 +14,6 @@ import torch
 
 import run_dlrm
 from dlrm import job as dlrm
-from dlrm.options import Config
 from dlrm.results import ratio_interval
 from dreamshard_planner import Observation
 from dreamshard_planner.workload.pools import named_pool
@@ -28,14 +27,6 @@ def test_scaling_is_said() -> None:
     tables, text = dlrm.scale_tables(named_pool("mlperf_dlrm_dcnv2"), max_rows=100_000)
     assert (len(tables), max(table.rows for table in tables)) == (26, 100_000)
     assert "8 of them cut to 100,000 rows: rows in all 204,184,588 -> 921,198" in text
-
-
-def test_several_dims_need_a_choice() -> None:
-    feature = (FeatureStatistics(1.0),)
-    pool = [Table("a", 10, 8, feature), Table("b", 10, 16, feature)]
-    with pytest.raises(ValueError, match=r"\[8, 16\]: choose one with --dim"):
-        dlrm.scale_tables(pool, max_rows=5)
-    assert {(table.rows, table.dim) for table in dlrm.scale_tables(pool, max_rows=5, dim=4)[0]} == {(5, 4)}
 
 
 def test_ranks_share_the_global_batches() -> None:
@@ -129,10 +120,3 @@ def test_what_cannot_run_is_said(
         run_dlrm.main()
     assert ended.value.code == 2
     assert re.search(reason, capsys.readouterr().err.replace("\n", " "))
-
-
-def test_steps_and_blocks_follow_the_device() -> None:
-    on_cpu, on_gpu = (Config(copies=3).on(kind) for kind in ("cpu", "cuda"))
-    assert (on_cpu.steps, on_cpu.block, on_cpu.rounds, on_cpu.size) == (120, 2, 20, "small")
-    assert (on_gpu.steps, on_gpu.block, on_gpu.rounds, on_gpu.size) == (1200, 20, 20, "mlperf")
-    assert Config(steps=8, block=1, batch_size=4).on("cuda").batch_size == 4

@@ -73,7 +73,6 @@ DAMAGED = "not a safetensors file, or a damaged one"
         (lambda path: rewrite(path, version="3"), "version 3 is older .* make it again with dreamshard train"),
         (lambda path: rewrite(path, description="{"), "description is missing or damaged"),
         (lambda path: rewrite(path, description=json.dumps({"features": ["dim"]})), "other features"),
-        (lambda path: rewrite(path, description=json.dumps({"features": 3})), "other features"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_reason(saved: Path, damage: Callable[[Path], object], said: str) -> None:
@@ -86,17 +85,13 @@ def test_a_wrong_file_is_named_with_the_reason(saved: Path, damage: Callable[[Pa
     ("wrong", "mistake"),
     [
         ({"validation": {"network_mape": [0.1, "a"]}}, "validation.network_mape.1: .* got 'a'"),
-        ({"validation": {"network_mape": [0.1]}}, "validation.network_mape"),
-        ({"validation": {"policy_over_rule": [1]}}, "validation.policy_over_rule"),
         ({"dataset": {"test_sets": "many"}}, "dataset.test_sets: .* got 'many'"),
-        *(({"dataset": section}, "dataset") for section in (None, [], {"sets": []}, {"sets": True})),
-        ({"learned": 3}, "learned: .* got 3"),
+        ({"dataset": None}, "dataset"),
         ({"collectives": {"backend": "gloo"}}, "collectives: world_size must be of type int"),
-        ({"corrections": []}, "corrections"),
         ({"corrections": {"adam": [RATES, RATES]}}, "corrections.adam.*: must be one of sgd, .* got 'adam'"),
         *(
             ({"corrections": {"sgd": [RATES, wrong]}}, r"corrections.sgd.1")
-            for wrong in (RATES[:3], [0.0] * 5, [1.0, -1.0, 0.0, 0.0, 0.0], "x", None)
+            for wrong in (RATES[:3], [1.0, -1.0, 0.0, 0.0, 0.0])
         ),
     ],
 )

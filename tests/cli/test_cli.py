@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve
 from dreamshard_planner.cli import app, costs, diagnosis
-from dreamshard_planner.cost.collectives import OPERATIONS, REVISION, CollectiveFit
 from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import predict_ms
@@ -186,21 +185,6 @@ def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path
         dreamshard(*options, *wrong, status=1 if "json:loads" in wrong else 2)
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["this machine", "another machine"])
-def test_calibration_keeps_measured_collectives(same: bool, trained: Path, tmp_path: Path) -> None:
-    start = Checkpoint.load(trained)
-    name = describe_hardware("cpu", 1)["name"] if same else "another processor"
-    start.metadata["collectives"] = {
-        "backend": "gloo",
-        "revision": REVISION,
-        "world_size": 2,
-        "hardware": {"device": "cpu", "name": name},
-        "fits": {operation: asdict(CollectiveFit(0.1, 1e6, 1e6, 0.1)) for operation in OPERATIONS},
-    }
-    made = calibrate(start, tmp_path / "here.safetensors", seconds=2, force=True, progress=False)
-    assert made.metadata["collectives"] == start.metadata["collectives"]
-
-
 @pytest.fixture
 def quick_sets(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Calibration on invented measurements: a share of the core that others had, and so many sets for each half, which
@@ -271,15 +255,6 @@ def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
 def test_without_a_network_calibration_names_the_command_that_makes_one(tmp_path: Path) -> None:
     command = ("calibrate", "--costs", str(SHIPPED / "roofline.safetensors"), "--out", str(tmp_path / "x"))
     assert "dreamshard train --device cpu" in dreamshard(*command, status=1).stderr
-
-
-def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_arguments, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("dreamshard_planner.measure.collect.collect", interrupted)
-    command = ("collect", "--out", str(tmp_path / "x.npz"), "--sets", "1", "--pools", "merlin_tiny")
-    assert "the same command goes on" in dreamshard(*command, status=130).stderr
 
 
 def test_reports_mark_a_checkpoint_that_was_made_in_a_hurry(trained: Path) -> None:

@@ -18,7 +18,7 @@ from tests.faults import dreamshard, ended, start, wait_for
 
 BLOCKS = {"collect": "x.blocks", "train": "x.test.blocks"}
 """The first folder that each command measures into."""
-STOPS = [("collect", signal.SIGINT), ("train", signal.SIGKILL), ("fit", signal.SIGINT)]
+STOPS = [("train", signal.SIGKILL), ("fit", signal.SIGINT)]
 
 
 @pytest.fixture(scope="module")

@@ -97,17 +97,6 @@ def test_what_is_in_use_stays_unless_the_new_is_better() -> None:
     assert kept == corrections and all(one.before == one.after for one in checks)
 
 
-def test_words() -> None:
-    told = StageCheck("rowwise_adagrad", "backward", 25, 0.72, -0.72, 0.09, 0.06, True)
-    assert told.good and told.to_dict()["said"] == "backward of row-wise Adagrad was 72 % too low, is now 9 % off: good"
-    unsure = replace(told, sets=10, after=0.19)
-    assert not unsure.good and unsure.to_dict()["said"].endswith("is now 19 % off: measure longer")
-    assert replace(unsure, sets=50).to_dict()["said"].endswith("dreamshard train would learn it")
-    assert unsure.to_dict(observed=True)["said"].endswith("observe other plans as well")
-    left = replace(told, optimizer="sgd", bias=0.01, before=0.08, after=0.08, changed=False)
-    assert left.to_dict()["said"] == "backward of SGD is 8 % off: good"
-
-
 @pytest.mark.parametrize("number, ms", [(3, 2e-6), (4, 1e-4)])
 def test_what_lookups_take_is_told_from_a_few_kernels(number: int, ms: float) -> None:
     """Learn the times that no bandwidth limits: of each weight read again and again, and of each lookup."""
@@ -140,22 +129,6 @@ def test_corrected_costs_are_those_of_the_compute_cost_by_the_rates(compute: str
         assert torch.allclose(unchanged_X2, inner.group_cost_ms(inner_XH))
         assert corrected.notes(features_SF, latent_XH) == inner.notes(features_SF, inner_XH)
     assert (corrected.group_cost_ms(torch.zeros_like(latent_XH)) == 0).all()
-
-
-def test_the_shipped_network_corrects_adagrad_and_costs_nothing_elsewhere() -> None:
-    compute = Checkpoint.load(SHIPPED / "cpu.safetensors").compute_cost(None)
-    groups = drawn(2, 4)
-    sets = {name: LabelledSets.of(groups[k::3], torch.ones(2, 2)) for k, name in enumerate(OPTIMIZERS)}
-    needed = {name: compute.needed_by(one.features_SF) for name, one in sets.items()}
-    assert isinstance(compute, AdjustedCost) and needed["adagrad"] is compute
-    assert needed["sgd"] is needed["rowwise_adagrad"] and not isinstance(needed["sgd"], AdjustedCost)
-    for name, one in sets.items():
-        before_X2, after_X2 = predict_ms(needed["sgd"], one), predict_ms(compute, one)
-        added_X2 = after_X2 - before_X2
-        assert torch.equal(after_X2[:, 0], before_X2[:, 0])
-        assert bool((added_X2[:, 1] > 0).all() if name == "adagrad" else (added_X2 == 0).all())
-    learned = AdjustedCost(compute, {}, "three runs")
-    assert learned.needed_by(sets["sgd"].features_SF) is learned  # whose source says so
 
 
 def test_checkpoints_keep_corrections(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from dreamshard_planner.training.config import QUICK
 from dreamshard_planner.workload.features import FEATURE_INDEX, feature_matrix
 from dreamshard_planner.workload.pools import meta_like, split_tables
 from dreamshard_planner.workload.tables import OPTIMIZERS, FeatureStatistics, Table, Workload, workloads_of
-from paper.networks import PaperFit, PaperFitConfig
 
 
 def synthetic_ms(workloads: list[Workload]) -> list[float]:
@@ -136,35 +135,12 @@ def test_cost_is_finite_and_grows_far_outside_of_training(network: CostNetwork) 
     assert any("table(s) have more rows than was measured (1,000,000,000 against" in note for note in notes)
 
 
-@pytest.mark.parametrize("factors", [(0.0, 1.0, 2.0), (0.0, 3.0, 10.0, 30.0), (0.0, 0.5, 4.0)])
-def test_nothing_is_not_less_than_nothing_that_was_measured(factors: tuple[float, ...]) -> None:
-    tables = [Table("t", 10_000, 64, (FeatureStatistics(factor),)) for factor in factors]
-    sets = LabelledSets.of([workloads_of([table], 4096) for table in tables], torch.ones(len(tables), 2))
-    network = CostNetwork(CostNetworkConfig(members=1))
-    network.initialize(sets)
-    unread_SF = sets.features_SF[:1]
-    assert network.notes(unread_SF, network.encode(unread_SF)) == ()
-
-
 def test_fitting_is_deterministic(split) -> None:
     config = FitConfig(epochs=2)
     runs = [fit_cost_network(split[0], CostNetworkConfig(members=1), config) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(runs[0].parameters(), runs[1].parameters(), strict=True))
     with pytest.raises(ValueError, match="at least 8"):
         fit_cost_network(split[0].select(torch.arange(3)))
-
-
-def test_paper_fit_in_pieces_is_the_same_fit(split) -> None:
-    """Between the pieces of the published training more placements are measured; here none are."""
-    train, config = split[0], PaperFitConfig(updates=6, devices=3)
-    placements_ND = torch.arange(60).view(20, 3)
-    pieces, whole = (PaperFit(config, train.features_SF) for _ in range(2))
-    pieces.descend(train, 4, placements_ND)
-    pieces.descend(train, 2, placements_ND)
-    whole.descend(train, 6, placements_ND)
-    states = pieces.network.state_dict(), whole.network.state_dict()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert not torch.equal(whole.network.table[0].weight, PaperFit(config, train.features_SF).network.table[0].weight)
 
 
 def _measured_by_a_gpu(count: int, seed: int) -> LabelledSets:

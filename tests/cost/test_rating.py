@@ -62,11 +62,6 @@ def test_a_preload_costs_what_its_shards_would() -> None:
     assert torch.allclose(cost.rate(assignment_S[None, ~laid]).device_ms_BD[0], expected_D)
 
 
-def test_empty_devices_cost_nothing() -> None:
-    costs = make_cost(4, 3).rate(torch.zeros(1, 4, dtype=torch.int64))
-    assert costs.device_ms_BD[0, 1:].tolist() == [0.0, 0.0]
-
-
 COMPUTE = {
     "roofline": ROOFLINE,
     "network": CostNetwork(CostNetworkConfig(members=2, table_hidden=8, head_hidden=8)),

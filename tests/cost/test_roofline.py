@@ -90,16 +90,6 @@ def test_optimizers_take_what_an_h100_measured() -> None:
     assert seen == {(1, 0), (1, 1), (2, 0)}
 
 
-def test_amd_kernels_take_longer_by_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvidia = RooflineCost.of_bandwidths("cuda", 8e9, 64e6)
-    monkeypatch.setattr(torch.version, "hip", "6.2")
-    amd = RooflineCost.of_bandwidths("cuda", 8e9, 64e6)
-    workload = Workload("t", 10**6, 8, 1000, 10.0, 10_000.0, ONCE, optimizer="rowwise_adagrad")
-    (forward, backward), (amd_forward, amd_backward) = (cost_ms(one, workload) for one in (nvidia, amd))
-    assert amd_forward == forward
-    assert amd_backward - backward == pytest.approx(10_000 * AMD_KERNELS.row_ns * 1e-6)
-
-
 def uvm(memory: str, load_factor: float = 0.2, prefetched: bool = False) -> Workload:
     """Half of the rows are read, once each."""
     return Workload(
@@ -132,25 +122,6 @@ def test_rows_outside_of_device_memory_cross_the_link() -> None:
     assert larger == sorted(larger, reverse=True) and larger[0] > 1.5 * larger[-1]
 
 
-def test_rows_of_unified_memory_come_again_and_optimizer_states_stay_there() -> None:
-    roofline = RooflineCost(1000.0, 100.0, NO_FLOOR)
-
-    def ms(memory: str, optimizer: str) -> list[float]:
-        workload = replace(
-            uvm(memory, 1.0), pooling_factor=100.0, optimizer=optimizer, reuse_histogram=(0.0, 1.0) + (0.0,) * 15
-        )
-        return cost_ms(roofline, workload)
-
-    device, uncached = ms("device", "sgd"), ms("uvm", "sgd")
-    # 1000 lookups of 500 rows of 16 bytes: the device's cache serves every second one, the link all.
-    rows = 500 * 16
-    assert uncached[0] - device[0] == pytest.approx(2 * 500 * 64 / 100 - rows * (1 + 1 / 4) / 1000)
-    for memory, bytes_per_ms in (("device", 1000), ("uvm", 100), ("uvm_caching", 100)):
-        for optimizer, of_weights, of_rows in (("adagrad", 1, 0), ("partial_rowwise_adam", 1, 1), ("adam", 2, 0)):
-            states = ms(memory, optimizer)[1] - ms(memory, "sgd")[1]
-            assert states == pytest.approx(2 * (of_weights * rows + of_rows * 500 * 4) / bytes_per_ms)
-
-
 def test_prefetching_hides_behind_the_kernels_of_its_group() -> None:
     roofline = RooflineCost(1000.0, 100.0, NO_FLOOR)
 
@@ -171,28 +142,6 @@ def _gpu_ms(*workloads: Workload, kernels: Kernels = GPU_KERNEL, cache_bytes: fl
     return cost_ms(roofline, *workloads)
 
 
-def test_the_widest_table_of_a_gpus_kernel_sets_the_lanes_of_all() -> None:
-    narrow, wide = (Workload(f"{dim}", 100, dim, 10, 2.0, 20.0, ONCE) for dim in (4, 200))
-    lookups = 20
-    assert _gpu_ms(narrow) == pytest.approx([lookups * (1 + 0.01 * 32) * 1e-3, lookups * (2 + 0.02 * 32) * 1e-3])
-    together = [2 * lookups * (1 + 0.01 * 256) * 1e-3, 2 * lookups * (2 + 0.02 * 256) * 1e-3]
-    assert _gpu_ms(narrow, wide) == pytest.approx(together) and sum(together) > sum(_gpu_ms(narrow) + _gpu_ms(wide))
-    # FBGEMM looks at the tables alone, not at what is read of them.
-    unread = replace(wide, pooling_factor=0.0, distinct_rows=0.0)
-    assert _gpu_ms(narrow, unread) == pytest.approx([ms / 2 for ms in _gpu_ms(narrow, wide)])
-    # Slower multiprocessors take longer for all of it.
-    roofline = RooflineCost(1e12, 1e12, GPU_KERNEL, slowness=3.0)
-    assert cost_ms(roofline, narrow) == pytest.approx([3 * ms for ms in _gpu_ms(narrow)])
-
-
-def test_a_gpus_backward_returns_at_once_where_nothing_was_looked_up() -> None:
-    kernels = replace(GPU_KERNEL, forward_launch_ms=0.5, backward_launch_ms=1.0)
-    table = Workload("t", 100, 4, 10, 2.0, 20.0, ONCE)
-    unread = replace(table, pooling_factor=0.0, distinct_rows=0.0)
-    assert _gpu_ms(unread, kernels=kernels) == pytest.approx([0.5, 0.0])
-    assert _gpu_ms(table, kernels=kernels)[1] > 1.0
-
-
 def test_the_longest_bags_of_a_gpus_kernel_and_its_empty_ones() -> None:
     kernels = replace(NO_FLOOR, lookup_ns=1e-3, lookup_lane_ns=1e-9, step_ns=1e3, bag_ns=1.0)
     short = Workload("short", 10**6, 4, 1000, 10.0, 10_000.0, ONCE)
@@ -209,16 +158,6 @@ def test_the_longest_bags_of_a_gpus_kernel_and_its_empty_ones() -> None:
     # Bags take their time, with lookups or without.
     sparse = replace(short, pooling_factor=0.01, distinct_rows=10.0)
     assert _gpu_ms(sparse, kernels=kernels)[0] == pytest.approx(0.01 * 1e-3 + 1000 * 1e-6, rel=1e-3)
-
-
-@pytest.mark.parametrize("pooled", [True, False])
-def test_a_gpu_takes_as_long_for_features_with_batches_of_their_own(pooled: bool) -> None:
-    """As for so many bags of one batch: TorchRec's variable batch, or several poolings of a sample."""
-    histogram, gpu = ONCE, RooflineCost.of_gpu("h100")
-    plain = Workload("t", 10**6, 64, 1000, 2.0, 1990.0, histogram, pooled=pooled)
-    fewer = replace(plain, batch_size=10_000, pooling_factor=0.2, output_share=0.1)
-    more = replace(plain, batch_size=100, pooling_factor=20.0, output_share=10.0)
-    assert [*cost_ms(gpu, fewer), *cost_ms(gpu, more)] == pytest.approx(2 * cost_ms(gpu, plain), rel=1e-6)
 
 
 def test_a_gpus_cache_holds_the_rows_that_are_read_most() -> None:

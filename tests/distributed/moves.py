@@ -23,15 +23,13 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed import comm
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import DreamShardPlanner, SavedPlan, attach_optimizers, load_across_plans, save_across_plans
-from dreamshard_planner.plans.plan_file import ShardPlace, TableSharding
+from dreamshard_planner import attach_optimizers, load_across_plans, save_across_plans
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -205,32 +203,6 @@ class Job:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def plan_file(moving: Moving, file: Path) -> None:
-    """The plan as a file, with inputs and costs of a plan that was made for the same tables."""
-    planner = DreamShardPlanner(
-        topology=Topology(moving.ranks, "cpu", local_world_size=moving.ranks // moving.hosts),
-        batch_size=SAMPLES,
-        stats=[],
-        debug=False,
-        sharding_types=["table_wise"],
-    )
-    planner.plan(MixedModel(moving.case), sharders(moving.case))
-    planner.save_plan(file)
-    saved = SavedPlan.load(file)
-    sharding: dict[str, dict[str, TableSharding]] = {}
-    for module, tables in moving.tables.items():
-        sharding[module] = {}
-        for name, spec in tables.items():
-            own = moving.plan[name]
-            if own.kind == "data_parallel":
-                shards = [(rank, 0, 0, spec.rows, spec.dim) for rank in range(moving.ranks)]
-            else:
-                shards = own.shards(spec.rows, spec.dim, moving.ranks, moving.hosts)
-            places = tuple(ShardPlace(rank, (row, column), (rows, dims)) for rank, row, column, rows, dims in shards)
-            sharding[module][name] = TableSharding(own.kind, "fused", places)
-    replace(saved, sharding=sharding).save(file)
-
-
 @dataclass(frozen=True)
 class Result:
     """Results of training after a move, or without one."""
@@ -239,12 +211,12 @@ class Result:
     weights: dict[str, Tensor]
 
 
-def train_and_save(rank: Rank, moving: Moving, folder: Path, plain: bool = True, go_on: bool = True) -> Result:
+def train_and_save(rank: Rank, moving: Moving, folder: Path, plain: bool = True) -> Result:
     """Train, save, and go on as if nothing had been."""
     job = Job(moving, rank)
     losses = job.train(0, BEFORE)
     job.save(folder, plain)
-    losses += job.train(BEFORE, AFTER) if go_on else []
+    losses += job.train(BEFORE, AFTER)
     return Result(losses, whole_weights(job.model, rank.world_size))
 
 

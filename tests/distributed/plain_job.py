@@ -19,7 +19,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-ROWS, DIM, WIDTH = 10, 16, 8
+ROWS, DIM = 10, 16
 
 
 def unsharded() -> torch.nn.Module:

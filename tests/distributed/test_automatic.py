@@ -85,7 +85,8 @@ def test_steps_after_the_warm_up_are_observed_and_nothing_is_left(tmp_path: Path
 
 
 def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
-    _surroundings(home, "0" if how == "variable" else "many" if how == "no number" else str(STEPS))
+    """What is told of a training that goes on."""
+    _surroundings(home, {"variable": "0", "no number": "many"}.get(how, str(STEPS)))
     with logged("observing.automatic") as records:
         model = shard(make_planner("dreamshard", rank), rank, observe=how != "argument")
         if how == "explicit":
@@ -93,45 +94,30 @@ def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
             with observe(model):
                 assert not END_DEFAULT
                 train(model, rank, STEPS, 2 * LOCAL_BATCH)
-        if how in ("dropped", "short"):
-            few = automatic.LEAST_STEPS + 2 if how == "dropped" else 5
-            train(model, rank, automatic.WARM_UP_STEPS + few, 2 * LOCAL_BATCH)
-        else:
-            train(model, rank, TRAINED, 2 * LOCAL_BATCH)
+        steps = {"short": automatic.WARM_UP_STEPS + 5, "dropped": automatic.WARM_UP_STEPS + automatic.LEAST_STEPS + 2}
+        losses = train(model, rank, steps.get(how, TRAINED), 2 * LOCAL_BATCH)
+        assert torch.tensor(losses).isfinite().all()
         del model
         gc.collect()
         _written()
     assert not END_DEFAULT
-    return _messages(records)
+    return [text for text in _messages(records) if "training goes on" in text]
 
 
-@pytest.mark.parametrize(
-    ("how", "files"),
-    [("variable", 0), ("argument", 0), ("explicit", 0), ("no number", 0), ("short", 0), ("dropped", 2)],
-)
-def test_the_observation_ends_with_its_switches_and_with_the_model(how: str, files: int, tmp_path: Path) -> None:
-    all_messages = run_on_ranks(_otherwise, str(tmp_path), how, world_size=2)
-    assert len(_runs(tmp_path)) == files
-    for messages in all_messages:
-        wrong = [text for text in messages if "training goes on" in text]
-        assert len(wrong) == (how == "no number") and all("'many'" in text for text in wrong)
+FILES = {"variable": 0, "argument": 0, "explicit": 0, "no number": 0, "short": 0, "dropped": 2, "no folder": 0}
+"""Files that each way to train leaves."""
 
 
-def _in_a_file(rank: Rank, home: str) -> tuple[list[float], list[str]]:
-    _surroundings(home)
-    with logged("observing.automatic") as records:
-        losses = train(shard(make_planner("dreamshard", rank), rank), rank, TRAINED, 2 * LOCAL_BATCH)
-        _written()
-    return losses, _messages(records)
+def _every_way(rank: Rank, folder: str) -> dict[str, list[str]]:
+    return {how: _otherwise(rank, f"{folder}/{how}", how) for how in FILES}
 
 
-def test_a_home_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path) -> None:
-    home = tmp_path / "file"
-    home.write_bytes(b"")
-    for losses, messages in run_on_ranks(_in_a_file, str(home), world_size=2):
-        assert len(losses) == TRAINED and torch.tensor(losses).isfinite().all()
-        (told,) = (text for text in messages if "training goes on" in text)
-        assert str(home) in told
+def test_the_observation_ends_with_its_switches_and_with_the_model(tmp_path: Path) -> None:
+    (tmp_path / "no folder").write_bytes(b"")
+    for told in run_on_ranks(_every_way, str(tmp_path), world_size=2):
+        assert "'many'" in told.pop("no number")[0] and str(tmp_path / "no folder") in told.pop("no folder")[0]
+        assert not any(told.values())
+    assert {how: len(_runs(tmp_path / how)) for how in FILES} == FILES
 
 
 def _own_costs(home: Path, scale: float) -> None:

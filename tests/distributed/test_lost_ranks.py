@@ -41,33 +41,20 @@ def plan_on(rank: int, world_size: int, port: int, folder: Path) -> None:
     (folder / f"outcome{rank}").write_text(outcome)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "lost", "stop"),
-    [
-        (2, 0, signal.SIGKILL),
-        (3, 2, signal.SIGKILL),
-        (2, 0, signal.SIGINT),
-        (2, 1, signal.SIGINT),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "lost", "stop"), [(3, 2, signal.SIGKILL), (2, 0, signal.SIGINT)])
 def test_no_rank_waits_for_a_lost_one(world_size: int, lost: int, stop: int, tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [start(plan_on, rank, world_size, store.port, tmp_path) for rank in range(world_size)]
     awaited = [tmp_path / "planning", *(tmp_path / f"ready{rank}" for rank in range(world_size))]
     wait_for(lambda: all(path.exists() for path in awaited), *ranks)
     os.kill(ranks[lost].pid, stop)
-    if stop != signal.SIGINT:
+    if stop == signal.SIGKILL:
         ended(ranks[lost])
     (tmp_path / "go").touch()
     ended(*ranks)
-    outcomes = {rank: tmp_path / f"outcome{rank}" for rank in range(world_size)}
-    outcomes = {rank: path.read_text() for rank, path in outcomes.items() if path.exists()}
-    if stop != signal.SIGINT:
-        assert set(outcomes) == set(range(world_size)) - {lost}
-        assert all(outcome.startswith("RuntimeError: ") for rank, outcome in outcomes.items() if rank == 0 or lost == 0)
-    elif lost == 0:
-        assert outcomes[0].startswith("KeyboardInterrupt")
-        assert outcomes[1] == "DreamShardError: planning on rank 0 ended with KeyboardInterrupt: "
+    outcomes = {path.name: path.read_text() for path in tmp_path.glob("outcome*")}
+    if stop == signal.SIGKILL:
+        assert set(outcomes) == {"outcome0", "outcome1"} and outcomes["outcome0"].startswith("RuntimeError: ")
     else:
-        assert outcomes[0] == "a plan" or outcomes[0].startswith("RuntimeError: ")
-        assert outcomes[1] == "a plan" or outcomes[1].startswith("KeyboardInterrupt")
+        assert outcomes["outcome0"].startswith("KeyboardInterrupt")
+        assert outcomes["outcome1"] == "DreamShardError: planning on rank 0 ended with KeyboardInterrupt: "

@@ -1,14 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A checkpoint loads under every other plan of its tables, and training goes on as if nothing had been moved.
 
-``pytest tests/distributed/test_moved_training.py --turns 9 --pairs 200`` tries every type to every other on other
-numbers of ranks too, and more pairs of random plans of random models.
+``pytest tests/distributed/test_moved_training.py --turns 9`` tries every pair of types on other numbers of ranks too.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,7 +38,6 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from dlrm.job import EveryTypeSharder
 from dreamshard_planner import CheckpointError, DreamShardPlanner, load_across_plans
-from dreamshard_planner.errors import FileError
 
 DIM = 16
 POOLED = (
@@ -59,10 +56,6 @@ TABLES = {
     "bags": {f"bag{number}": TableSpec(9 + 2 * number, DIM) for number in range(len(POOLED))},
     "sequence": {f"sequence{number}": TableSpec(11 + number, DIM) for number in range(len(SEQUENCE))},
 }
-
-
-LAUNCH = 20
-"""Pairs that the same processes try."""
 
 
 def turned(turn: int, optimizer: str, ranks: int = 2, **settings: Any) -> Moving:
@@ -146,129 +139,10 @@ def test_dtensors_move_like_sharded_tensors(tmp_path: Path) -> None:
         check(result, turned(0, "row_wise_adagrad"), turned(turn, "row_wise_adagrad"))
 
 
-def random_plan(seed: int, ranks: int, optimizer: str, tables: Mapping[str, Mapping[str, TableSpec]]) -> Moving:
-    generator = random.Random(f"{seed} {ranks} {optimizer}")
-    hosts, plan = generator.choice([hosts for hosts in (1, 2) if ranks % hosts == 0]), {}
-    for module, specs in tables.items():
-        slices = generator.choice([2, 4])  # those of a sequence module must be equal
-        for name, spec in specs.items():
-            kinds = {sharding.kind for sharding in (SEQUENCE if module == "sequence" else POOLED)}
-            kind = generator.choice(sorted(kinds))
-            even = (spec.dim // slices,) * slices
-            if kind == "column_wise":
-                uneven = (4, spec.dim - 4) if spec.dim > 8 and module != "sequence" else even
-                widths = generator.choice([even, uneven])
-                plan[name] = Sharding(kind, tuple(generator.randrange(ranks) for _ in widths), widths)
-            elif kind == "grid_shard":
-                plan[name] = Sharding(kind, tuple(generator.choices(range(hosts), k=slices)), even)
-            elif kind in ("table_wise", "table_row_wise"):
-                plan[name] = Sharding(kind, (generator.randrange(ranks if kind == "table_wise" else hosts),))
-            else:
-                plan[name] = Sharding(kind)
-    return Moving(tables, plan, optimizer, hosts=hosts, ranks=ranks)
-
-
-def random_tables(seed: int) -> dict[str, dict[str, TableSpec]]:
-    generator = random.Random(seed)
-    return {
-        module: {
-            f"{module}{number}": TableSpec(generator.randint(3, 40), 16 * generator.choice([1, 1, 2]))
-            if module != "sequence"
-            else TableSpec(generator.randint(3, 40), 16)
-            for number in range(generator.randint(1, 4))
-        }
-        for module in ("bags", "weighted", "sequence")
-    }
-
-
-def _pairs(rank: Rank, pairs: list[tuple[Moving, Moving]], folder: Path) -> list[Result]:
-    results = []
-    for number, (before, after) in enumerate(pairs):
-        train_and_save(rank, before, folder / str(number), plain=bool(number % 2), go_on=False)
-        results.append(load_and_train(rank, after, folder / str(number)))
-    return results
-
-
-def test_random_pairs_of_plans_of_random_models(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    pairs = []
-    for seed in range(pytestconfig.getoption("pairs")):
-        tables, optimizer = random_tables(seed), list(OPTIMIZERS)[-1 - seed % len(OPTIMIZERS)]
-        pairs.append(tuple(random_plan(seed + 1000 * number, 2, optimizer, tables) for number in range(2)))
-    for first in range(0, len(pairs), LAUNCH):
-        block, folder = pairs[first : first + LAUNCH], tmp_path / str(first)
-        for (before, after), result in zip(block, run_on_ranks(_pairs, block, folder, world_size=2)[0], strict=True):
-            check(result, before, after)
-
-
-def _refused(job: Job, folder: Path, state: dict[str, Any] | None = None, **consent: Any) -> str:
-    state = job.state() if state is None else state
-    state["model"] = {key: value for key, value in state["model"].items() if not key.startswith("top")}
-    consent = {**consent, "dropped": ["model.top", *consent.get("dropped", ())]}
-    try:
-        load_across_plans(state, folder, **consent)
-    except CheckpointError as error:
-        return str(error)
-    return "loaded"
-
-
-def _refusals(rank: Rank, folder: Path) -> dict[str, str]:
-    told = {}
-    for optimizer in OPTIMIZERS:
-        Job(turned(0, optimizer), rank).save(folder / optimizer, plain=True)
-    row_wise, adagrad, sgd = (Job(turned(1, optimizer), rank) for optimizer in reversed(OPTIMIZERS))
-    told["other optimizer"] = _refused(row_wise, folder / "adagrad")
-    told["other optimizer, by consent"] = _refused(
-        row_wise, folder / "adagrad", fresh=[*TABLES["bags"], *TABLES["sequence"]]
-    )
-    told["optimizer without states before"] = _refused(adagrad, folder / "sgd")
-    told["optimizer without states now"] = _refused(sgd, folder / "adagrad")
-    told["no optimizer of replicated tables"] = _refused(
-        adagrad,
-        folder / "adagrad",
-        {"model": adagrad.model.state_dict(), "optimizer": adagrad.model.fused_optimizer.state_dict()},
-    )
-    told["nothing"] = _refused(adagrad, folder / "nowhere")
-    (folder / f"file{rank.rank}").write_text("")
-    with pytest.raises(FileError, match="file0/new: cannot be written: Not a directory"):
-        adagrad.save(folder / "file0/new", plain=False)
-    layers = adagrad.state()
-    if rank.rank == 0:  # the other rank has them
-        layers["model"].pop("top.weight")
-    load_across_plans(layers, folder / "adagrad")
-    layers["model"].pop("top.weight", None)
-    with pytest.raises(CheckpointError, match=r"'model.top.weight': in the checkpoint, not in the state dict"):
-        load_across_plans(layers, folder / "adagrad")
-    told["misspelt"] = _refused(adagrad, folder / "adagrad", added=["bags.bug0"])
-    more = {**TABLES, "bags": {**TABLES["bags"], "new": TableSpec(5, DIM)}}
-    longer = {**TABLES, "bags": {**TABLES["bags"], "bag1": TableSpec(99, DIM)}}
-    plan = {**turned(1, "adagrad").plan, "new": POOLED[2]}
-    for name, tables in (("more", more), ("longer", longer)):
-        job = Job(replace(turned(1, "adagrad"), tables=tables, plan=plan), rank)
-        told[name] = _refused(job, folder / "adagrad")
-        if name == "more":
-            told["more, by consent"] = _refused(job, folder / "adagrad", added=["bags.new"])
-            job.save(folder / "more", plain=False)
-    told["fewer"] = _refused(adagrad, folder / "more")
-    told["fewer, by consent"] = _refused(adagrad, folder / "more", dropped=["new"])
-    return told
-
-
-def test_what_has_no_exact_rule_is_refused_by_name(tmp_path: Path) -> None:
-    told = run_on_ranks(_refusals, tmp_path, world_size=2)[0]
-    loaded = {name for name, text in told.items() if text == "loaded"}
-    assert loaded == {"other optimizer, by consent", "more, by consent", "fewer, by consent"}, told
-    for name, words in {
-        "other optimizer": ["table bags.bag1, state momentum1: of size", "no rule", "pass fresh=['bags.bag1']"],
-        "optimizer without states before": ["table bags.bag1, state momentum1: not in the checkpoint", "no state"],
-        "optimizer without states now": ["table bags.bag0, state momentum1: in the checkpoint, not in the state dict"],
-        "no optimizer of replicated tables": ["table bags.bag7, state momentum1: in the checkpoint", "init_state()"],
-        "nothing": ["nowhere", "no file .metadata"],
-        "misspelt": ["'bags.bug0' (did you mean 'bags.bag0'?)"],
-        "more": ["table bags.new: not in the checkpoint; if it is new, pass added=['bags.new']"],
-        "longer": ["table bags.bag1: of size (11, 16) in the checkpoint, (99, 16) here"],
-        "fewer": ["table bags.new: in the checkpoint, not in the model", "dropped="],
-    }.items():
-        assert all(word in told[name] for word in words), (name, told[name])
+def _refused(state: dict[str, Any], folder: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        load_across_plans(state, folder)
+    return str(refused.value)
 
 
 def _learning_rates(rank: Rank, folder: Path) -> tuple[str, list[float], str]:
@@ -277,13 +151,11 @@ def _learning_rates(rank: Rank, folder: Path) -> tuple[str, list[float], str]:
         group["lr"] = 0.25
     before.save(folder / "plain", plain=True)
     before.save(folder / "ours", plain=False)
-    told = _refused(after, folder / "plain")
+    told = _refused(after.state(), folder / "plain")
     after.load(folder / "ours")
-    numbered = torch.optim.Adagrad([p for n, p in after.model.named_parameters() if "bag" in n], lr=0.1)
     state = {"model": after.model.state_dict(), "optimizer": {"state": {0: {"sum": torch.ones(3)}}}}
     dcp.save(state, checkpoint_id=folder / "numbered")
-    assert numbered.param_groups
-    return told, [group["lr"] for group in after.optimizer.param_groups], _refused(after, folder / "numbered", state)
+    return told, [group["lr"] for group in after.optimizer.param_groups], _refused(state, folder / "numbered")
 
 
 def test_learning_rates_go_with_their_tables(tmp_path: Path) -> None:

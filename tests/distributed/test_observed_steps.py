@@ -17,7 +17,7 @@ import torch.distributed as dist
 from logged import warned
 from mixed import Case, MixedModel, TableSpec, _steps, planner_of, sharders
 from ranks import Rank, run_on_ranks
-from replicas import TW, Training, batches, sharded, train_steps
+from replicas import TW, batches, sharded
 from tensordict import TensorDict
 from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, SHARDERS, TinyModel, batch, make_planner, shard, train
 from torch import nn
@@ -31,6 +31,7 @@ from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.hooks import COLLECTIVES, kernels_in, lookups_of
 from dreamshard_planner.observing.learning import ObservedSets
 from dreamshard_planner.observing.observation import ObservedRun
+from tests import ways
 
 STEPS = 6
 KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
@@ -152,8 +153,8 @@ def _of_torchrecs_plan(rank: Rank) -> tuple[ObservedRun, ObservedRun, list[str]]
     return *runs, said
 
 
-def test_a_plan_that_no_planner_of_ours_made_is_observed() -> None:
-    (read, unknown, said), (_, of_rank_1, nothing) = run_on_ranks(_of_torchrecs_plan, world_size=2)
+def test_a_plan_that_no_planner_of_ours_made_is_observed(found: list[dict[str, Any]]) -> None:
+    (read, unknown, said), (_, of_rank_1, nothing) = (of_rank["torchrec's plan"] for of_rank in found)
     assert read.plan is not None
     assert read.planned_lookups == dict(zip(FEATURES, map(float, POOLING_FACTORS), strict=True))
     assert unknown.plan is None and unknown.planned_lookups == {} and unknown.ranks[0].steps == 2
@@ -161,26 +162,18 @@ def test_a_plan_that_no_planner_of_ours_made_is_observed() -> None:
     assert len(said) == 1 and "no prediction is kept beside what is observed: there is no plan" in said[0]
 
 
-def _without_samples(rank: Rank, path: str) -> list[str]:
+def _without_samples(rank: Rank, folder: str) -> list[str]:
     """Rank 1 has batches without samples; then the model is called without training."""
     planner = make_planner("dreamshard", rank)
     model = shard(planner, rank)
     with warned("observing.observer") as said:
         for name, trains in (("trained", True), ("called", False)):
-            with observe(model, planner, Path(path) / f"{name}.json", every=1), torch.set_grad_enabled(trains):
+            with observe(model, planner, Path(folder) / f"{name}.json", every=1), torch.set_grad_enabled(trains):
                 for step in range(4):
                     loss = model(*batch(step, LOCAL_BATCH, 0, LOCAL_BATCH * (1 - rank.rank), rank.device))
                     if trains:
                         loss.nan_to_num().backward()
     return said
-
-
-def test_a_job_goes_on_where_there_is_nothing_to_tell(tmp_path: Path) -> None:
-    for (said,) in run_on_ranks(_without_samples, str(tmp_path), world_size=2):
-        assert "called.json" in said and "no training step" in said
-    (run,) = Observation.load_all([tmp_path / "trained.json"]).runs
-    assert [len(rank.statistics) for rank in run.ranks] == [len(FEATURES), 0] and run.statistics["f0"].batches == 4
-    assert not list(tmp_path.glob("called*")) and all(rank.steps == 3 for rank in run.ranks)
 
 
 def _of_a_tensor_dict(rank: Rank) -> tuple[int, int]:
@@ -208,28 +201,60 @@ def _planned_before_the_optimizer(rank: Rank) -> list[str]:
     return [] if run.plan is None else [*(found := compare(run)).meaning, found.verdict]
 
 
-def test_a_plan_of_the_model_before_its_optimizer_is_told() -> None:
-    told, of_the_other = run_on_ranks(_planned_before_the_optimizer, world_size=2)
+def _job(rank: Rank, folder: str) -> dict[str, Any]:
+    """All trainings of the tiny model that are no plain ones."""
+    return {
+        "torchrec's plan": _of_torchrecs_plan(rank),
+        "without samples": _without_samples(rank, folder),
+        "planned before the optimizer": _planned_before_the_optimizer(rank),
+        "tensor dict": _of_a_tensor_dict(rank),
+        "ways": _of_ways(rank),
+        "every type": _of_every_type(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("observed")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    """By rank."""
+    return run_on_ranks(_job, str(folder), world_size=2)
+
+
+def test_a_job_goes_on_where_there_is_nothing_to_tell(found: list[dict[str, Any]], folder: Path) -> None:
+    for (said,) in (of_rank["without samples"] for of_rank in found):
+        assert "called.json" in said and "no training step" in said
+    (run,) = Observation.load_all([folder / "trained.json"]).runs
+    assert [len(rank.statistics) for rank in run.ranks] == [len(FEATURES), 0] and run.statistics["f0"].batches == 4
+    assert not list(folder.glob("called*")) and all(rank.steps == 3 for rank in run.ranks)
+
+
+def test_a_plan_of_the_model_before_its_optimizer_is_told(found: list[dict[str, Any]]) -> None:
+    told, of_the_other = (of_rank["planned before the optimizer"] for of_rank in found)
     assert re.search("the plan was made for sgd of embeddings.t., and rowwise_adagrad trains it", told[-2])
     assert told[-1].startswith("predicted with other optimizers than train") and of_the_other == []
 
 
-def test_of_a_tensor_dict_times_alone_are_observed() -> None:
-    assert run_on_ranks(_of_a_tensor_dict, world_size=2) == [(3, 0)] * 2
+def test_of_a_tensor_dict_times_alone_are_observed(found: list[dict[str, Any]]) -> None:
+    assert [of_rank["tensor dict"] for of_rank in found] == [(3, 0)] * 2
 
 
 def _of_ways(rank: Rank) -> dict[str, ObservedRun]:
     found = {}
     for way in ("combined", "pipeline"):
-        model = sharded(Training(SGD), TW, rank)
+        training = ways.Training(SGD, way=way)
+        model = sharded(training, TW, rank)
         with observe(model) as seen:
-            train_steps(way, model, batches(rank))
+            ways.train(training, model, batches(rank))
         (found[way],) = seen.observation().runs
     return found
 
 
-def test_what_lookups_take_in_a_pipeline_is_not_told() -> None:
-    ranks = run_on_ranks(_of_ways, world_size=2)
+def test_what_lookups_take_in_a_pipeline_is_not_told(found: list[dict[str, Any]]) -> None:
+    ranks = [of_rank["ways"] for of_rank in found]
     alone, pipeline = (
         replace(ranks[0][way], ranks=tuple(of_rank for one in ranks for of_rank in one[way].ranks))
         for way in ("combined", "pipeline")
@@ -259,10 +284,8 @@ def _of_every_type(rank: Rank) -> Observation:
     return seen.observation()
 
 
-def test_every_sharding_type_is_observed() -> None:
-    (run,) = Observation.merge(
-        {str(rank): one for rank, one in enumerate(run_on_ranks(_of_every_type, world_size=2))}
-    ).runs
+def test_every_sharding_type_is_observed(found: list[dict[str, Any]]) -> None:
+    (run,) = Observation.merge({str(rank): of_rank["every type"] for rank, of_rank in enumerate(found)}).runs
     assert {name for name in run.collectives if not name.startswith("lookups")} == {
         f"outputs {operation} {way}"
         for operation, way in (

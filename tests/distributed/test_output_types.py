@@ -22,13 +22,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dreamshard_planner import PlacementRules
 from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 
-CASES = {
-    "a rank of each": ((True, True, False), (0, 0, 1), None),
-    "a rank of none": ((True, True), (0, 0), None),
+EACH = ((True, True, False), (0, 0, 1))
+"""Tables that put out float16, and the ranks of all."""
+FAILS = {"a rank of each": EACH, "a rank of none": ((True, True), (0, 0))}
+RUNS = {
     "one type": ((True, True), (0, 1), torch.float16),
     "both on each rank": ((True, False, True, False), (0, 0, 1, 1), torch.float32),
 }
-"""Tables that put out float16, their ranks, and what the module then returns; None where TorchRec fails."""
+"""Besides, the type that the module returns."""
 
 
 def constraints(halves: tuple[bool, ...]) -> dict[str, ParameterConstraints]:
@@ -69,26 +70,32 @@ def _run(rank: Rank, halves: tuple[bool, ...], ranks: tuple[int, ...], quantized
     return values.dtype
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_plans_are_refused_that_torchrec_cannot_run(name: str) -> None:
-    halves, ranks, runs = CASES[name]
+def _plan(halves: tuple[bool, ...], ranks: tuple[int, ...], quantized: bool = False) -> None:
     rules = PlacementRules(on_ranks={f"t{i}": [rank] for i, rank in enumerate(ranks)})
-    ours = planner(constraints=constraints(halves), placement_rules=rules)
-    if runs is not None:
-        assert run_on_ranks(_run, halves, ranks, world_size=2) == [runs, runs]
-        ours.plan(model(halves), sharders(quantized=False))
-        return
-    with pytest.raises(ProcessException):
-        run_on_ranks(_run, halves, ranks, world_size=2)
+    planner(constraints=constraints(halves), placement_rules=rules).plan(model(halves), sharders(quantized))
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_plans_are_refused_that_torchrec_cannot_run(name: str) -> None:
+    if name == "a rank of each":
+        with pytest.raises(ProcessException):
+            run_on_ranks(_run, *EACH, world_size=2)
     with pytest.raises(PlannerError) as refused:
-        ours.plan(model(halves), sharders(quantized=False))
+        _plan(*FAILS[name])
     assert all(word in str(refused.value) for word in ("table_wise", "'t0' float16", "float32 by rank"))
 
 
-def test_what_is_quantized_before_it_is_sent_has_one_type() -> None:
-    halves, ranks, _ = CASES["a rank of each"]
-    assert run_on_ranks(_run, halves, ranks, True, world_size=2) == [torch.float32] * 2
-    planner(constraints=constraints(halves)).plan(model(halves), sharders(quantized=True))
+def _job(rank: Rank) -> tuple[list[torch.dtype], torch.dtype, bool]:
+    return [_run(rank, halves, ranks) for halves, ranks, _ in RUNS.values()], _run(rank, *EACH, True), _trained(rank)
+
+
+def test_what_is_planned_runs() -> None:
+    """Outputs that are quantized before they are sent have one type."""
+    for found, quantized, finite in run_on_ranks(_job, world_size=2):
+        assert found == [expected for *_, expected in RUNS.values()] and quantized == torch.float32 and finite
+    for halves, ranks, _ in RUNS.values():
+        _plan(halves, ranks)
+    _plan(*EACH, quantized=True)
 
 
 def test_the_output_type_of_a_sharder_counts() -> None:
@@ -125,7 +132,6 @@ def test_types_are_left_out_whose_outputs_ranks_could_not_exchange() -> None:
     assert found.stays and all("table_wise" not in str(plan.sharding) for plan in found.plans)
     assert not any(change and "table_wise" in change.how for table in made.explain().tables
                    for change in (table.moved, table.split))  # fmt: skip
-    assert run_on_ranks(_trained, world_size=2) == [True, True]
 
 
 def test_a_refusal_says_why_a_table_has_no_type_left() -> None:

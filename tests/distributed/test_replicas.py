@@ -16,10 +16,8 @@ from replicas import (
     STEPS,
     TABLES,
     TW,
-    Batch,
     Model,
     Trained,
-    Training,
     all_reduces,
     resume,
     sharded,
@@ -31,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
 from dreamshard_planner.errors import DreamShardError
+from tests.ways import Batch, Training
 
 RULES = {
     "sgd": (SGD, {"lr": 0.2}),
@@ -70,7 +69,7 @@ def of_all_ranks(trained: list[dict[str, dict[str, Trained]]], name: str, kind: 
     """Losses of all, and every table."""
     every = [of_rank[name][kind] for of_rank in trained]
     weights = {table: weight for one in every for table, weight in one.weights.items()}
-    states = {parameter: states for one in every for parameter, states in one.states.items()}
+    states = {name: state for one in every for name, state in one.states.items()}
     return Trained([loss for one in every for loss in one.losses], weights, states, every[0].dense)
 
 

@@ -15,7 +15,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import load_across_plans, save_across_plans
 from tests.distributed.ranks import Rank, run_on_ranks
-from tests.hot_rows.training import HOT, STEPS, Training, batches, evaluate, sharded, train
+from tests.hot_rows.training import HOT, STEPS, batches, evaluate, sharded
+from tests.ways import Training, train
 
 TRAINING = Training(RowWiseAdagrad, {"lr": 0.1, "eps": 1e-3})
 DRIFTED = {"ec.goods": torch.tensor([1, 5, 50, 96]), "ec.shops": torch.tensor([0, 39])}

@@ -10,7 +10,8 @@ import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.distributed.ranks import Rank, run_on_ranks
-from tests.hot_rows.training import HOT, STEPS, Training, batches, evaluate, local, sharded, train
+from tests.hot_rows.training import HOT, STEPS, batches, evaluate, sharded
+from tests.ways import Training, local, states_of, train
 
 ROW_WISE = (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-3})
 TRAININGS = {
@@ -37,7 +38,8 @@ def _train(rank: Rank, names: list[str]) -> dict[str, dict[str, Any]]:
         for kind, hot in (("whole", None), ("hot", HOT)):
             model = sharded(TRAININGS[name], rank, hot)
             losses = train(TRAININGS[name], model, batches(rank))
-            found.setdefault(name, {})[kind] = losses, evaluate(model, rank), local(model)
+            shards = local({**model.state_dict(), **states_of(model)})
+            found.setdefault(name, {})[kind] = losses, evaluate(model, rank), shards
     return found
 
 

@@ -1,18 +1,15 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Sequence tables, whole or with hot rows, trained in every way that scripts train, on several ranks.
+"""Sequence tables, whole or with hot rows, on several ranks.
 
 Shape letters: B batch (a rank's share), L lookups, D dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
-from torchrec.distributed.comm_ops import set_gradient_division
+from torch import Tensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
@@ -20,20 +17,17 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
 from common.dedup_on_cpu import dedup_on_cpu
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.hot_rows.sharded import HotRowsSharder
 from tests.distributed.ranks import Rank
+from tests.ways import Batch, TopLayer, Training
 
 DIM, STEPS, SAMPLES = 8, 10, 13
 TABLES = {"goods": (97, ("seen", "bought")), "shops": (41, ("visited",)), "whole": (30, ("place",))}
@@ -43,42 +37,11 @@ FEATURES = ("place", "bought", "extra", "visited", "seen")
 """In the order of batches, which is not that of the tables; no table reads ``extra``."""
 
 
-@dataclass(frozen=True)
-class Training:
-    """A way to train."""
-
-    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
-    arguments: dict[str, Any] = field(default_factory=lambda: {"lr": 0.5})
-    way: str = "plain"
-    dedup: bool = False
-    divides: bool = True
-    """True if gradients are averaged over ranks, not summed."""
-    half: bool = False
-    """With float16 weights."""
-
-
-@dataclass
-class Batch(Pipelineable):
-    """A rank's share."""
-
-    sparse: KeyedJaggedTensor
-    label_B: Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(self.sparse.to(device), self.label_B.to(device))
-
-    def record_stream(self, stream: Any) -> None:
-        self.sparse.record_stream(stream)
-
-    def pin_memory(self) -> Batch:
-        return self
-
-
-class Model(nn.Module):
-    """Mean of each sequence into one linear layer; loss and logits."""
+class Model(TopLayer):
+    """Mean of each sequence into one linear layer."""
 
     def __init__(self, training: Training) -> None:
-        super().__init__()
+        super().__init__(DIM * 4)
         kind = DataType.FP16 if training.half else DataType.FP32
         configs = [
             EmbeddingConfig(
@@ -88,17 +51,12 @@ class Model(nn.Module):
         ]
         self.ec = EmbeddingCollection(tables=configs, device=torch.device("meta"))
         apply_optimizer_in_backward(training.optimizer, self.ec.parameters(), dict(training.arguments))
-        self.top = nn.Linear(DIM * 4, 1)
-        with torch.no_grad():
-            self.top.weight.uniform_(-1, 1, generator=torch.Generator().manual_seed(5))
-            self.top.bias.zero_()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         sequences = self.ec(batch.sparse)
         order = [name for _, features in TABLES.values() for name in features]
         pooled = [sequences[name].to_padded_dense(12).tanh().sum(1) for name in order]
-        logit_B = self.top(torch.cat(pooled, dim=1)).squeeze(1)
-        return nn.functional.binary_cross_entropy_with_logits(logit_B, batch.label_B), logit_B.detach()
+        return self.loss_and_logits(pooled, batch.label_B)
 
 
 def batches(rank: Rank, first: int = 0, steps: int = STEPS) -> Iterator[Batch]:
@@ -150,56 +108,6 @@ def sharded(training: Training, rank: Rank, hot: dict[str, Tensor] | None) -> Di
                     (row, _), (rows, _) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
                     shard.tensor.copy_(whole[row : row + rows])
     return made
-
-
-def train(training: Training, model: DistributedModelParallel, given: Iterable[Batch]) -> list[float]:
-    """Losses of this rank's shares."""
-    set_gradient_division(training.divides)
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.SGD(params, lr=0.1)
-    )
-    # Nothing may change the dense layer between a forward and its backward.
-    both = CombinedOptimizer([model.fused_optimizer] if training.way == "ahead" else [model.fused_optimizer, dense])
-    losses: list[float] = []
-    if training.way == "pipeline":
-        pipeline, left = TrainPipelineSparseDist(model, both, next(model.parameters()).device), iter(given)
-        hook = model.register_forward_hook(lambda _module, _inputs, output: losses.append(output[0].item()))
-        try:
-            while True:
-                pipeline.progress(left)
-        except StopIteration:
-            pipeline.detach()
-            hook.remove()
-            return losses
-    waiting: list[Tensor] = []
-    for step, batch in enumerate(given):
-        if training.way == "schedule":
-            for group in both.param_groups:
-                group["lr"] = 0.5 / (1 + step)
-        if training.way != "accumulation" or step % 2 == 0:
-            both.zero_grad()
-        loss, _ = model(batch)
-        losses.append(loss.item())
-        waiting.append(loss)
-        if training.way == "ahead" and step == 0:
-            continue
-        waiting.pop(0).backward()
-        if training.way != "accumulation" or step % 2:
-            both.step()
-    set_gradient_division(True)
-    return losses
-
-
-def local(model: DistributedModelParallel) -> dict[str, Tensor]:
-    """This rank's shards of weights and of states of the fused optimizer."""
-    states = model.fused_optimizer.state_dict()["state"]
-    named = {**model.state_dict(), **{f"{key} {name}": v for key, of in states.items() for name, v in of.items()}}
-    found = {}
-    for name, value in named.items():
-        parts = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
-        if parts:
-            found[name] = parts[0].detach().cpu().clone()
-    return found
 
 
 def evaluate(model: DistributedModelParallel, rank: Rank) -> list[float]:

@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-import random
-import signal
-import time
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,32 +14,18 @@ from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import draw_sets
 from dreamshard_planner.support.files import open_locked
-from dreamshard_planner.workload.ids import IdHistogram
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
-from tests.faults import ended, start, wait_for
 
 TABLES = [
     Table(f"t{i}", rows=100 * (i + 1), dim=(8, 16, 32)[i % 3], features=(FeatureStatistics(float(i % 7)),))
     for i in range(60)
 ]
 SMALL_SETS = draw_sets(TABLES, 12, seed=1, batch_sizes=(4, 8), max_tables=5)
-MANY_SETS = draw_sets(TABLES, 100, seed=2, batch_sizes=(4, 8), max_tables=5)
 
 
 def run(sets: list, path: Path, **options) -> CostDataset:
     options = {"repeats": 2, "progress": False, "block": 2} | options
     return collect(sets, path, arena=Arena("cpu", size_bytes=4 << 20), **options)
-
-
-def test_a_collection_goes_on_whatever_else_a_pool_says_of_its_tables(tmp_path: Path) -> None:
-    counted = FeatureStatistics(5.0, ids=IdHistogram.even(1000), batch_size=8)
-    tables = [
-        replace(table, features=(counted,), output_share=0.5, cache_load_factor=0.5, prefetched=True)
-        for table in TABLES
-    ]
-    sets = draw_sets(tables, 3, seed=1, batch_sizes=(8,), max_tables=3)
-    first = run(sets, tmp_path / "x.blocks")
-    assert run(sets, tmp_path / "x.blocks").digest == first.digest
 
 
 def test_collect_measures_every_set_and_resumes(tmp_path: Path) -> None:
@@ -74,31 +55,6 @@ def test_collect_refuses_other_sets_and_repeats(tmp_path: Path) -> None:
         run(SMALL_SETS, tmp_path / "sets.blocks", repeats=3)
     with pytest.raises(DatasetError, match="'threads': 1.*'threads': 2"):
         run(SMALL_SETS, tmp_path / "sets.blocks", threads=2)
-
-
-def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run(SMALL_SETS[:2], tmp_path / "sets.blocks", progress=True)
-    captured = capsys.readouterr()
-    assert captured.out == "" and "sets/s" in captured.err and "spread of repeats" in captured.err
-
-
-def recorded(folder: Path) -> int:
-    return sum(len(CostDataset.load(path)) for path in folder.glob("block-*.npz"))
-
-
-def test_sigkill_at_random_moments_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
-    """Real processes, really killed."""
-    folder, moments, held = tmp_path / "sets.blocks", random.Random(0), 0
-    for _ in range(3):
-        process = start(partial(run, block=1), MANY_SETS, folder)
-        wait_for(lambda held=held: recorded(folder) > held, process)
-        time.sleep(moments.uniform(0.0, 0.05))
-        process.kill()
-        assert ended(process) == [-signal.SIGKILL]
-        assert recorded(folder) > held
-        held = recorded(folder)
-    data = run(MANY_SETS, folder, block=1)
-    assert data.sets == MANY_SETS
 
 
 def test_a_damaged_block_is_named_and_left_alone(tmp_path: Path) -> None:

@@ -6,19 +6,14 @@ Shape letters: L lookups, F features, B batch, O outputs, N elements.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import platform
-import resource
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 from dreamshard_planner.cost.dataset import hardware_key
-from dreamshard_planner.environment import load_libc10_first
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE, describe_hardware
@@ -154,16 +149,6 @@ def test_tables_larger_than_the_arena_run_inside_it() -> None:
         kernel.backward()
 
 
-def test_windows_that_fit_together_never_overlap() -> None:
-    arena = Arena("cpu", size_bytes=1 << 20)
-    places = set()
-    for _ in range(50):
-        a, b, c = arena.windows([100, 64, 7], capacity=1000)
-        assert a % 64 == 0 and b == a + 128 and c == b + 64 and c + 7 <= 1000
-        places.add(a)
-    assert len(places) > 5
-
-
 @pytest.mark.parametrize(
     ("group", "message"),
     [
@@ -171,9 +156,6 @@ def test_windows_that_fit_together_never_overlap() -> None:
             ([workload(), workload("odd", **{field: value})], f"table 'odd'.*{field}")
             for field, value in (
                 ("batch_size", 7),
-                ("weight_bytes", 2),
-                ("pooled", False),
-                ("weighted", True),
                 ("optimizer", "rowwise_adagrad"),
             )
         ),
@@ -189,14 +171,6 @@ def test_windows_that_fit_together_never_overlap() -> None:
 def test_kernels_that_do_not_exist_are_refused(group: list[Workload], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         FusedKernel(group, "cpu")
-
-
-def test_backward_needs_its_forward() -> None:
-    kernel = FusedKernel([workload()], "cpu")
-    kernel.forward()
-    kernel.backward()
-    with pytest.raises(RuntimeError, match="forward"):
-        kernel.backward()
 
 
 @pytest.mark.parametrize(
@@ -236,32 +210,6 @@ def test_time_groups_keeps_every_sample() -> None:
         time_groups(kernels, repeats=0)
 
 
-def faults_of_timed_runs() -> tuple[int, int, int]:
-    """Pages of one output, and page faults of one timed run and of nine: the fewest of three times, since a system that
-    reclaims idle memory may take it in between."""
-    arena = Arena("cpu", size_bytes=1 << 20)
-    kernel = FusedKernel([workload(batch_size=1 << 17, dim=128, pooling_factor=0.1)], "cpu", arena=arena)
-    pages = kernel.forward().nbytes // resource.getpagesize()
-    faults = []
-    for repeats in (1, 9, 9, 9):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        time_groups([kernel], repeats)
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return pages, faults[0], min(faults[1:])
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
-def test_timed_runs_find_the_memory_of_their_outputs_in_place() -> None:
-    """Blocks of over 32 MiB would else be new to the process in every run. In a process of its own: what all tests
-    before have made of this one's heap is not the matter."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), load_libc10_first) as process:
-        pages, faults_of_one, faults_of_nine = process.submit(faults_of_timed_runs).result()
-    assert pages >= (64 << 20) // resource.getpagesize()
-    # Of eight runs more. Small blocks that live on in the heap, others by the CPU's instructions, may send an output to
-    # a new place once or twice.
-    assert faults_of_nine < faults_of_one + 4 * pages
-
-
 def test_processor_time_leaves_out_what_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FusedKernel(GROUPS["one table"], "cpu")
     forward = kernel.forward
@@ -278,15 +226,6 @@ def test_processor_time_leaves_out_what_others_compute(monkeypatch: pytest.Monke
     assert 0 < by_thread.samples_ms[0, 0] < by_clock.samples_ms[0, 0] - 100
     with pinned(2), processor_time(), pytest.raises(TaskError, match="one thread, but 2"):
         time_groups([kernel], repeats=1)
-
-
-def test_pinned_restores_threads_and_cores() -> None:
-    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    with pinned(1, cores=[min(cores)]):
-        assert torch.get_num_threads() == 1 and os.sched_getaffinity(0) == {min(cores)}
-    assert torch.get_num_threads() == threads and os.sched_getaffinity(0) == cores
-    with pytest.raises(TaskError, match="0"), pinned(0):
-        pass
 
 
 def test_ranks_have_cores_of_their_own_or_none_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torchrec.distributed.planner import Topology
@@ -14,7 +12,6 @@ from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure.kernels import FusedKernel, check_group
 from dreamshard_planner.measure.sets import (
     BATCH_SIZES,
-    MAX_ROW_BLOCKS,
     MAX_SET_WORK,
     MAX_SLICES,
     GroupMix,
@@ -80,13 +77,6 @@ def test_sets_stay_within_their_work(device: str) -> None:
     assert all(set_work(group) <= 2e5 or len(group) == 1 for group in cut)
 
 
-def test_work_of_a_set() -> None:
-    (w,) = draw_sets(WHOLE[4:5], 1, seed=0, batch_sizes=(10,), mix=GroupMix(sequence=0, weighted=0, fp16=0))[0]
-    assert (w.lookups, w.dim, set_work([w]), set_work([w, w])) == (40.0, 16, 1280.0, 2560.0)
-    assert set_work([replace(w, pooled=False)]) == 12800.0
-    assert set_work([replace(w, weighted=True, weight_bytes=2)]) == pytest.approx(1280 * 3.2)
-
-
 def draw(*kinds: str) -> list:
     return draw_sets(TABLES, 150, 1, (64, 256), shard_share=1, kinds=kinds)
 
@@ -106,31 +96,6 @@ def test_column_slices_repeat_every_lookup() -> None:
     group = max(sets, key=len)  # runs as one kernel
     output = FusedKernel(group, "cpu").forward()
     assert output.shape == (group[0].batch_size, sum(shard.num_features * shard.dim for shard in group))
-
-
-def test_row_blocks_have_their_share_of_lookups_and_rows() -> None:
-    even = skewed = nearly_empty = 0
-    for group in draw("row"):
-        check_group(group)
-        blocks = {round(OF_NAME[shard.name].rows / shard.rows) for shard in group}
-        assert max(blocks) <= MAX_ROW_BLOCKS * 1.2
-        for shard in group:
-            table = OF_NAME[shard.name]
-            assert shard.dim == table.dim and 1 <= shard.rows <= table.rows / 2
-            assert shard.distinct_rows <= min(shard.lookups, shard.rows) + 1e-6
-            if table.pooling_factor:
-                share = shard.pooling_factor / table.pooling_factor
-                alike = share == pytest.approx(shard.rows / table.rows, rel=0.02)
-                even, skewed = even + alike, skewed + (not alike)
-                nearly_empty += shard.pooling_factor < 0.1
-    assert even > 100 and skewed > 50 and nearly_empty > 50
-
-
-def test_grids_are_both() -> None:
-    groups = draw("grid")
-    shards = [shard for group in groups for shard in group]
-    cut = [s for s in shards if s.dim < OF_NAME[s.name].dim and s.rows < OF_NAME[s.name].rows]
-    assert len(cut) > len(shards) / 3 and [check_group(group) for group in groups]
 
 
 def test_a_share_of_all_sets_is_of_shards() -> None:

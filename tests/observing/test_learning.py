@@ -14,16 +14,12 @@ from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, Obser
 from dreamshard_planner.checkpoints.choice import SHIPPED, new_file, resolve
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.diagnosis import diagnose
-from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVISION, CollectiveFit, CollectiveModel
+from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVISION, CollectiveFit
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware
-from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.learning import (
-    ObservedExchange,
     ObservedSets,
-    _fit,
-    _of_outputs,
     learn,
     learn_exchanges,
 )
@@ -44,32 +40,6 @@ from tests.observing.runs import (
 )
 from tests.planning.test_context import model
 from tests.torchrec_components.test_plugin import SHARDERS, topology
-
-
-def test_exchanges_that_wait_for_one_another_share_the_time() -> None:
-    """Three operations sent at once, of which the first is waited for: no other work is done."""
-    columns = {"outputs span together": 40.0, "step": 100.0}
-    for name, waited in (("all_to_all", 40.0), ("reduce_scatter", 0.0), ("all_gather", 0.0)):
-        told = {"span": 40.0, "waited": waited, "bytes": 1e6, "calls": 1.0}
-        columns |= {f"outputs {name} forward {kind}": value for kind, value in told.items()}
-    ranks = [rank_steps(0, rank, **{name: (value,) * 8 for name, value in columns.items()}) for rank in range(2)]
-    run = observed_run("a", *ranks)
-    assert run.outputs_ms == 40.0 and not run.hides_outputs
-    assert [one.ms for one in _of_outputs(run)] == pytest.approx([40 / 3] * 3)
-
-
-def test_gradients_move_what_outputs_did_the_other_way() -> None:
-    """One rank owns most: it sends most outputs, and gets most gradients, of which each rank sends about as many."""
-    moved = {"forward": (9e6, 3e6, 0.0, 0.0), "backward": (0.5e6, 1.5e6, 2e6, 2e6)}
-    ranks = []
-    for rank in range(4):
-        columns = {"outputs span together": 20.0}
-        for way, sent in moved.items():
-            told = {"span": 10.0, "waited": 10.0, "bytes": sent[rank], "calls": 1.0}
-            columns |= {f"outputs all_to_all {way} {kind}": value for kind, value in told.items()}
-        ranks.append(rank_steps(0, rank, **{name: (value,) * 8 for name, value in columns.items()}))
-    seen = list(_of_outputs(replace(observed_run("a"), world_size=4, ranks=tuple(ranks))))
-    assert sorted((one.slowest_bytes, one.total_bytes) for one in seen) == [(4.5e6, 6e6), (9e6, 12e6)]
 
 
 def test_learning_corrects_what_was_observed_and_names_the_rest(
@@ -238,19 +208,6 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     assert alone.metadata["collectives"] is None  # nobody knows how long it waited
 
 
-def test_sizes_tell_latency_from_bandwidth_and_one_that_is_slow_changes_little() -> None:
-    like = CollectiveModel(2, bytes_per_ms=1e7, latency_ms=0.1, shared_bytes_per_ms=1e7)
-    sizes = (1e5, 1e6, 1e7)
-    ordinary = [ObservedExchange("all_to_all", 1, size, 2 * size, 2.0 + 15e-7 * size) for size in sizes]
-    for slow in ([], [replace(ordinary[1], ms=3 * ordinary[1].ms)]):
-        fit = _fit([*ordinary, *slow], like)
-        assert (fit.latency_times, fit.bytes_times) == pytest.approx((20, 5), rel=0.4 if slow else 0.15)
-        assert [one.off(fit.of(like)) for one in ordinary] == pytest.approx([0] * 3, abs=0.3 if slow else 0.05)
-    # One size tells nothing of the sort.
-    alike = _fit([ordinary[1], replace(ordinary[1], ms=1.1 * ordinary[1].ms)], like)
-    assert alike.latency_times == pytest.approx(alike.bytes_times, rel=0.1)
-
-
 LATENCY_MS, RATE, BATCHES = 0.5, 1e6, 500
 """Latency of an exchange of lookups, its bytes per millisecond, and the factor of its larger batches."""
 
@@ -344,16 +301,3 @@ def test_lookups_are_learned_from_what_tells_them_alone() -> None:
     # What is in use stays, unless something is better.
     confirmed = replace(shipped, metadata={**shipped.metadata, "collectives": {**known, "fits": alone}})
     assert learned_lookups(list(map(with_lookups, both)), confirmed) == (confirmed.metadata["collectives"], [])
-
-
-def test_lookups_are_shown_as_far_as_they_were_observed() -> None:
-    others = of_size(observation(1).runs[0], BATCHES)
-    seen, unseen = ({one.what: one.observed_ms for one in compare(run).kinds} for run in (with_lookups(0), others))
-    run = with_lookups(0)
-    assert seen["exchange of lookups, of the last rank to come"] == (run.lookups_ms,) * 2
-    assert seen["input_dist: until kernels have their lookups"] == (run.lookups_ms + 1, run.lookups_ms)
-    beside = next(one for one in compare(planned_run(1.0, 1.0)).kinds if "beside other work" in one.what)
-    assert "lookups" in beside.what and beside.predicted_ms is None
-    dense = "dense layers, and what else is in the model"
-    less = [before - now for before, now in zip(unseen[dense], seen[dense], strict=True)]
-    assert less == pytest.approx([run.lookups_ms + 1, run.lookups_ms])

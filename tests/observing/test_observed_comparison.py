@@ -95,17 +95,6 @@ def test_another_batch_size_than_the_planned_one_is_said() -> None:
     assert not any("costs of another machine" in text for text in found.meaning)
 
 
-def test_statistics_of_runs_of_different_batch_sizes_are_refused_by_file(tmp_path: Path) -> None:
-    run, hardware = planned_run(1.0, 1.0), describe_hardware("cpu", 1)
-    files = [str(tmp_path / "small.json"), str(tmp_path / "large.json")]
-    for file, one in zip(files, (run, replace(of_size(run, 2), id="large")), strict=True):
-        Observation(hardware, (one,)).save(file)
-    assert CliRunner().invoke(app, ["observed", *files]).exit_code == 0
-    result = CliRunner().invoke(app, ["observed", *files, "--out", str(tmp_path / "s.json")])
-    told = str(result.exception) + result.output
-    assert result.exit_code and "small.json" in told and "large.json" in told and not (tmp_path / "s.json").exists()
-
-
 def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
     run, hardware = planned_run(1.1, 1.0), describe_hardware("cpu", 1)
     Observation(hardware, (run,)).save(tmp_path / "seen.json")

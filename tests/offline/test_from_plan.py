@@ -300,13 +300,6 @@ def test_memory_and_cost_are_the_plans(machine: str, tmp_path: Path) -> None:
     assert limits == tuple(round(0.7 * size) for size in saved.inputs.topology.memory_bytes[own])
 
 
-def test_tables_of_which_nobody_told_lookups_are_read_back(tmp_path: Path) -> None:
-    saved, again = made([spec("a", features={"a": None})], "gpu", tmp_path / "plan.json")
-    assert saved.inputs.statistics is None and again.predicted.chosen.total_ms == pytest.approx(
-        saved.predicted.chosen.total_ms
-    )
-
-
 def test_a_shared_feature_has_one_number_of_lookups() -> None:
     one, other = spec("a", features={"f": 40.0}), spec("b", features={"f": 1.0})
     with pytest.raises(TaskError, match=r"list\.json: tables 'a' and 'b' .* feature 'f' .*40 and 1"):

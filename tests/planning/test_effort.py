@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from placement_tasks import storage_problem
 from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.from_plan import job_of
-from dreamshard_planner.search import placing
 from dreamshard_planner.search.effort import EFFORTS
 
-QUICK, THOROUGH = EFFORTS["quick"], EFFORTS["thorough"]
 READ = (40.0, 25.0, 9.0, 4.0, 2.0)
 
 
@@ -52,19 +49,6 @@ def test_the_clock_decides_no_plan(effort: str, monkeypatch: pytest.MonkeyPatch)
     if effort == "quick":
         again, before = (made.replan(usual.saved_plan(), steps=10**6) for made in (slow, usual))
         assert [move.step_ms for move in again.curve] == [move.step_ms for move in before.curve]
-
-
-def test_packing_is_limited_by_a_count_and_by_seconds_for_users_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, milp = [], placing.milp
-    monkeypatch.setattr(placing, "milp", lambda *a, **k: (asked.append(dict(k["options"])), milp(*a, **k))[1])
-    hard = storage_problem([7, 6, 5, 5, 4, 3], [15, 15])
-    for arguments in ({}, {"effort": QUICK}, {"effort": THOROUGH}, {"seconds": 60.0}, {"seconds": 0.1}):
-        found, _ = placing.pack(hard, **arguments)
-        assert found is not None and hard.fits(found[None]).all()
-    nodes = [options["node_limit"] for options in asked]
-    assert nodes[1] < nodes[0] < nodes[2] and nodes[3] == nodes[4] == nodes[0]
-    assert [options.get("time_limit") for options in asked] == [None, None, None, 60.0, placing.CAPPED_SECONDS]
-    assert placing.pack(hard, 0.0) == (None, False)
 
 
 def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 from small_models import SHARDERS, collection, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
-from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, SavedPlan, TableStatistics
-from dreamshard_planner.workload.ids import IdHistogram
+from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -102,28 +100,3 @@ def test_ranks_and_plans_that_there_are_not() -> None:
     for rank in (2, -1, 0.5, 1.0, True, "1"):
         with pytest.raises(PlannerError, match=f"there is no rank {rank!r}: the plan has ranks 0 to 1"):
             one.explain(rank)
-
-
-def hot_block(**changes) -> DreamShardPlanner:
-    """All lookups of one table are of its first rows."""
-    pooling = {f"t{i}_f0": FeatureStatistics(5.0) for i in range(4)}
-    hot = FeatureStatistics(200.0, ids=IdHistogram.even(8_000), batch_size=512)
-    given = {"topology": topology(4, device="cuda"), "statistics": TableStatistics({**pooling, "hot_f0": hot})}
-    return planner(**(given | changes))
-
-
-def test_a_table_of_which_one_block_is_read_is_the_bottleneck_in_reports_as_well(tmp_path: Path) -> None:
-    module = collection(table("hot", 400_000, 128), *(table(f"t{i}", 5000, 32) for i in range(4)))
-    one = hot_block(constraints={"hot": ParameterConstraints(sharding_types=["row_wise"])})
-    plan = one.plan(module, SHARDERS)
-    report, found = one.report(), one.explain()
-    (entry,) = [entry for entry in report.tables if entry.name == "hot"]
-    assert entry.on_rank_ms(found.rank) == entry.most_ms > 2 * entry.alone_ms / 4
-    assert found.headline == report.verdict and report.verdict.startswith("Bottleneck: table 'hot' (row_wise), ")
-    one.save_plan(tmp_path / "plan.json")
-    assert SavedPlan.load(tmp_path / "plan.json").report().verdict == report.verdict
-    types = ["row_wise", "column_wise"]
-    either = hot_block(constraints={"hot": ParameterConstraints(sharding_types=types, min_partition=32)})
-    either.read(module, SHARDERS)
-    best = either.explain(plan=plan).tables[0].split
-    assert best.how == "column_wise on ranks 0-3" and best.gain_ms > 0  # as many parts, each read by all lookups

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -14,11 +12,10 @@ from torchrec.distributed.planner.types import Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dreamshard_planner import DreamShardPlanner, SavedPlan, ShardingGroups, driver
+from dreamshard_planner import DreamShardPlanner, SavedPlan, driver
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.devices import GB, GPUS, card_of
 from dreamshard_planner.driver import Card
-from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
 from tests.pretended import A100, ADA, H100, L40
@@ -120,22 +117,3 @@ def test_a_given_topology_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planner._ranks.topology.devices[0].storage.hbm == 32 * 1024**3
     text = str(planner.report())
     assert "Planned for" not in text and text.count(f"the driver names {A100.name} with 42.4 GB at 1,555 GB/s") == 1
-
-
-@pytest.mark.usefixtures("group")
-def test_sharding_groups_need_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "read_card", lambda: H100)
-    monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
-    planner = DreamShardPlanner(stats=[], sharding_groups=ShardingGroups(size=1))
-    planner.collective_plan(tables())
-    assert planner._ranks.all_ranks is not None and card_of(planner._ranks.topology) == H100.name
-
-
-@pytest.mark.usefixtures("group")
-def test_torchrec_warns_neither_of_the_topology_nor_of_the_reservation(capfd: pytest.CaptureFixture[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        planner = DreamShardPlanner(stats=[])
-        planner.collective_plan(tables())
-    assert planner._ranks.topology.devices[0].storage.ddr == total_bytes()
-    assert not re.search("TopologyFactory|dense tensor size", capfd.readouterr().err)

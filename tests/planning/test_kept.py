@@ -84,18 +84,6 @@ def test_what_gains_more_is_taken() -> None:
     assert kept.report().chosen.total_ms == pytest.approx(rivals["torchrec"])
 
 
-def test_callbacks_have_the_last_word() -> None:
-    def to_rank_0(plan: list[Any]) -> list[Any]:
-        for option in plan:
-            option.shards[0].rank = 0
-        return plan
-
-    made, plan = planned(callbacks=[to_rank_0])
-    assert all(of_table == ("table_wise", [0]) for of_table in plan.values())
-    assert made.report().chosen.rank_ms[1] == 0
-    assert any("callbacks" in str(note) for note in made.report().notes)
-
-
 def test_estimates_of_a_kept_plan_are_by_our_costs() -> None:
     """TorchRec's statistics print them, and callbacks read them."""
     sizes = [(2_000_000, 64), (5_000_000, 128), (100_000, 32), (3_000, 64), (700_000, 64), (9_000_000, 32)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -99,9 +98,8 @@ def test_a_plan_of_the_same_data_stays() -> None:
     assert found.sentence.startswith("Stay with plan: ") and "1,000,000,000 steps" in found.sentence
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_drift_moves_few_tables_and_the_curve_ends_no_dearer_than_planning_afresh(ranks: int) -> None:
-    before, after = planned(topology=topology(ranks)), planned("hgfedcba", topology=topology(ranks))
+def test_drift_moves_few_tables_and_the_curve_ends_no_dearer_than_planning_afresh() -> None:
+    before, after = planned(topology=topology(4)), planned("hgfedcba", topology=topology(4))
     current = before.saved_plan(name="before.json")
     found = after.replan(current, steps=10**9)
     check(found, current)
@@ -111,16 +109,6 @@ def test_drift_moves_few_tables_and_the_curve_ends_no_dearer_than_planning_afres
     assert not found.stays and found.sentence.startswith("Move ") and found.saved_seconds > 0
     assert found.chosen.bytes_moved <= found.afresh.bytes_moved
     assert compare(current, found.plan).total_bytes <= found.chosen.bytes_moved
-
-
-def test_statistics_of_today_are_planned_with_beside_the_planner() -> None:
-    made = then()
-    saved = made.saved_plan()
-    found, again = (one.replan(saved, steps=10**9) for one in (made, today()))
-    with_statistics = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
-    assert found.stays and not again.stays
-    assert with_statistics.plan.sharding == again.plan.sharding and with_statistics.curve == again.curve
-    assert made.saved_plan() == saved
 
 
 def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
@@ -134,18 +122,6 @@ def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
     bare = without_weights(nn.ModuleList([weights, weights]), SHARDERS)
     assert bare.get_submodule("0") is bare.get_submodule("1") is not weights
     assert {parameter.device.type for parameter in bare.parameters()} == {"meta"}
-
-
-def test_a_plan_that_was_loaded_is_replanned_like_one_that_was_made(tmp_path: Path) -> None:
-    made = then()
-    made.save_plan(tmp_path / "plan.json")
-    loaded = planned(plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
-    arguments = {"steps": 10**9, "statistics": statistics("hgfedcba")}
-    one, other = (planner.replan(tmp_path / "plan.json", **arguments) for planner in (made, loaded))
-    assert one.curve == other.curve and not other.stays
-    other.plan.save(tmp_path / "new.json")
-    again = planned(plan_loader=JsonPlanLoader(tmp_path / "new.json"))
-    assert again.saved_plan().sharding == one.plan.sharding
 
 
 def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -> None:
@@ -168,18 +144,6 @@ def test_no_more_bytes_move_than_may() -> None:
         check(found, saved)
         assert found.chosen.bytes_moved <= limit
     assert found.chosen.bytes_moved > 0
-
-
-def test_a_curve_answers_for_other_steps_and_bytes_without_a_search() -> None:
-    saved = then().saved_plan()
-    found = today().replan(saved, steps=10**9)
-    assert found.over(0).stays and found.over(0).plan.sharding == saved.sharding
-    assert found.over(0).over(10**9) == found
-    for move, plan in zip(found.curve, found.plans, strict=True):
-        limited = found.over(10**9, move.bytes_moved)
-        assert limited.chosen == move and limited.plan == plan
-        assert plan.predicted.chosen.total_ms == pytest.approx(move.step_ms, rel=1e-5)
-    assert pickle.loads(pickle.dumps(found)).plans == tuple(found.plans) == tuple(found.plans[:])
 
 
 def test_few_moves_find_what_trying_all_finds() -> None:
@@ -317,20 +281,6 @@ def test_lost_and_added_ranks_move_only_what_they_must(ranks: tuple[int, int], l
         if gone
         else True
     )
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "states"), [(torch.optim.SGD, 0), (torch.optim.Adagrad, 1), (torch.optim.Adam, 2)]
-)
-def test_states_move_with_their_weights(optimizer: type[torch.optim.Optimizer], states: int) -> None:
-    module = nn.Module()
-    module.sparse = collection(table("a", 4000, 64))
-    apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
-    current = planned(module=module, sharding_types=["table_wise"]).saved_plan()
-    (shard,) = current.sharding["sparse"]["a"].shards
-    after = planned(module=module, sharding_types=["table_wise"], topology=topology(1))
-    moved = after.replan(current, steps=0, lost=[shard.rank]).chosen.bytes_moved
-    assert moved == 4000 * 64 * 4 * (1 + states)
 
 
 def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_bytes() -> None:

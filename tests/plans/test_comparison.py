@@ -54,14 +54,6 @@ def test_a_plan_of_sharding_groups_is_counted_for_all_ranks(tmp_path: Path, cons
     assert json.loads(run("info", str(tmp_path / "two.json"), "--format", "json").stdout)["ranks"] == 8
 
 
-def test_a_file_of_no_sharding_group_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "two.json"
-    saved(path, ShardingGroups(size=4))
-    document = json.loads(path.read_text())
-    document["inputs"]["topology"]["groups"]["count"] = 0
-    path.write_text(json.dumps(document))
-    with pytest.raises(PlanError, match="two.json: .*topology.groups.count: .*equal to 1, got 0"):
-        SavedPlan.load(path)
 
 
 def test_files_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from dreamshard_planner.cli import app
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.jobs import Job, OfflineModel, PlannedJob, read_table_list
 from dreamshard_planner.plans.page import save_html
-from dreamshard_planner.plans.report import MemoryEntry, ReportEntry, TableEntry
+from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.support.formatting import size_in_words
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
@@ -85,20 +85,6 @@ def test_the_page_has_no_script_and_no_address(planned: PlannedJob, tmp_path: Pa
     assert "script" not in {tag for tag, _ in page.tags}
     assert not {"href", "src"} & {name for _, given in page.tags for name in given}
     assert SCRIPT in page.text and FORMULA in page.text
-
-
-def test_a_thousand_ranks_and_a_plan_without_tables(planned: PlannedJob, tmp_path: Path) -> None:
-    many = tuple(1.0 + rank / 1024 for rank in range(1024))
-    chosen = ReportEntry("dreamshard", 4.0, 1.0, many, many)
-    memory = (MemoryEntry("HBM", (2**30,) * 1024, (2**32,) * 1024),)
-    table = TableEntry("a" * 500, "row_wise", "fused", tuple(range(1024)), (0.001,) * 1024)
-    save_html(replace(planned.report, chosen=chosen, rivals=(), memory=memory, tables=(table,)), tmp_path / "wide.html")
-    text = Page(tmp_path / "wide.html").text
-    assert "0-1023" in text and f"{many[1000]:.3f}" in text and "a" * 500 in text
-    nothing = ReportEntry("dreamshard", 0.0, 0.0, (0.0,), (0.0,))
-    empty = replace(planned.report, chosen=nothing, rivals=(nothing,), memory=(), tables=())
-    save_html(empty, tmp_path / "empty.html")
-    assert Page(tmp_path / "empty.html").sections() == ["ranks", "plans", "sources"]
 
 
 def test_pages_of_saved_plans_and_replans(planned: PlannedJob, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from sharding_tasks import RANKS, sharding_cost
 from common.whole_tables import rolled_out as rolled_out_whole
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.problem import Cost, Sharding
-from dreamshard_planner.policy.mdp import TYPES, WHOLE_TYPES, EstimatedMDP, ShardingTask, Sweep
+from dreamshard_planner.policy.mdp import EstimatedMDP, ShardingTask, Sweep
 from dreamshard_planner.policy.network import (
     STARTS,
     SUBSETS,
@@ -61,19 +61,6 @@ def test_running_sums_are_the_rating(seed: int, sweeps: int) -> None:
     assert len(set(plans)) > 1 or sweeps > 1
 
 
-def test_units_of_different_parts_are_rated_as_they_are() -> None:
-    """The second slice of each table costs twice the first one."""
-    cost = sharding_cost(6)
-    latent_PH = cost.latent_PH.clone()
-    for options in cost.problem.tables:
-        latent_PH[options[1].units[1].parts[0], 1:] *= 2
-    uneven = Cost(cost.problem, cost.compute, latent_PH)
-    columns = np.array([[kind == "column_wise" for kind in TYPES]])
-    environment = rolled_out(uneven, 1, types_EN=columns)
-    (plan,) = environment.shardings()
-    assert environment.relative_cost() * environment.task.level_ms == pytest.approx(uneven.overall_ms(plan))
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_later_sweeps_make_plans_cheaper(seed: int) -> None:
     cost = sharding_cost(12, seed, latency_ms=0.05)
@@ -114,21 +101,6 @@ def test_episodes_use_the_types_that_they_may() -> None:
         assert used <= set(subset)
 
 
-def test_units_of_an_option_lie_on_ranks_of_their_own() -> None:
-    cost = sharding_cost(6)
-    columns = np.array([[kind == "column_wise" for kind in TYPES]])
-    (plan,) = rolled_out(cost, 1, types_EN=columns).shardings()
-    assert all(len(set(places)) == 2 for places in plan.positions)
-
-
-def test_tables_come_dearest_first() -> None:
-    task = task_of(sharding_cost(6))
-    levels = [task.actions(step).level for step in range(6)]
-    assert levels == sorted(levels, reverse=True)
-    assert sum(levels) == pytest.approx(1.0)
-    assert task.left_T[0] == 1.0
-
-
 def test_a_table_with_more_slices_than_ranks_is_left_to_others() -> None:
     cost = sharding_cost(2)
     columns = cost.problem.tables[0][1]
@@ -152,13 +124,6 @@ def test_whole_tables_are_the_special_case_of_one_option() -> None:
     assert rank_S.shape == (17,) and int(rank_S.max()) < 4
     in_order_S = torch.arange(17) % 4
     assert cost.rate(rank_S[None]).overall_ms_B < cost.rate(in_order_S[None]).overall_ms_B
-
-
-def test_whole_tables_stay_whole_through_all_sweeps() -> None:
-    cost = sharding_cost(8)
-    task = ShardingTask(cost, OptionTotals(cost), WHOLE_TYPES)
-    (plan,) = roll_out(Policy(PolicyConfig()), task, 1).shardings()
-    assert plan is not None and set(plan.options) == {0}
 
 
 def test_starts_come_cheapest_first_and_are_given_up_when_late() -> None:

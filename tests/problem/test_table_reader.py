@@ -75,21 +75,6 @@ def test_tables_of_one_name_share_their_sharding_types() -> None:
     assert "row_wise" in str(caught.value) and "table_column_wise" in str(caught.value)
 
 
-def test_tables_of_one_name_have_statistics_of_their_own() -> None:
-    model = nn.Module()
-    for module, feature in (("a", "x"), ("b", "y"), ("c", "z")):
-        config = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=[feature])
-        setattr(model, module, collection(config))
-    options: list = []
-    made = planner(
-        constraints={"t": ParameterConstraints(pooling_factors=[3.0], num_poolings=[2.0])},
-        statistics=TableStatistics({"x": FeatureStatistics(5.0), "z": FeatureStatistics(7.0)}),
-        callbacks=[lambda plan: options.extend(plan) or plan],
-    )
-    made.plan(model, SHARDERS)
-    assert {option.fqn: option.input_lengths for option in options} == {"a.t": [5.0], "b.t": [3.0], "c.t": [7.0]}
-
-
 def test_options_become_workloads() -> None:
     model = nn.Module()
     model.plain = collection(

@@ -18,7 +18,7 @@ from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding, Uni
 from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.search.placing import packed_start
 from dreamshard_planner.search.reshards import ShardingState, wide_swaps
-from dreamshard_planner.search.search import _Descents, prefer_cheaper_kernels, search
+from dreamshard_planner.search.search import prefer_cheaper_kernels, search
 from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.search.states import in_steps
 from tests.exhaustive import optimum_ms
@@ -172,25 +172,6 @@ def test_swaps_of_wide_units_are_rated_as_what_they_make(tight: bool) -> None:
         assert math.isinf(overall) != bool(cost.problem.fits(made))
         assert math.isinf(overall) or overall == pytest.approx(in_steps(cost.overall_ms(made), 1.0), abs=1)
     assert bool(swaps.overall_Q.isinf().any()) == tight and swaps.overall_Q.isfinite().any()
-
-
-def test_every_start_has_its_turn() -> None:
-    """A budget that the first descent would use up alone is shared, and what was interrupted goes on."""
-    cost = sharding_cost(20, 3)
-    starts = level_starts(cost, OptionTotals(cost))[:4]
-    tried: dict[Sharding, int] = {}
-
-    def descend(self: _Descents, start: Sharding, turn: int | None = None) -> None:
-        before = self.budget.used
-        original(self, start, turn)
-        tried[start] = self.budget.used - before
-
-    original = _Descents.descend
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Descents, "descend", descend)
-        patch.setattr("dreamshard_planner.search.search.level_starts", lambda *_: [])
-        search(cost, starts, replace(SEARCH, reshards=1000, reshards_per_table=1))
-    assert all(tried[start] > 0 for start in starts)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import copy
-import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -19,22 +18,16 @@ from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.estimator.annotations import fwd_comms
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
 from torchrec.distributed.planner.shard_estimators import (
-    EmbeddingOffloadStats,
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
 )
 from torchrec.distributed.planner.types import (
-    CustomTopologyData,
     ParameterConstraints,
     Perf,
-    PlannerError,
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import CacheParams, KeyValueParams, MultiPassPrefetchConfig, PipelineType
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim import RowWiseAdagrad
+from torchrec.distributed.types import ModuleSharder, PipelineType
 
 from dreamshard_planner.search_space.enumeration import (
     FastEnumerator,
@@ -42,101 +35,25 @@ from dreamshard_planner.search_space.enumeration import (
     estimate_all,
     torchrec_estimators,
 )
+from tests.mixed_models import mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-META = torch.device("meta")
-GIB = 1 << 30
-OPTIMIZERS = (None, torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
-KERNELS = ("fused", "fused_uvm", "fused_uvm_caching", "dense", "key_value")
-SHARDING_TYPES = ("data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise")
 
-
-def random_model(rng: random.Random) -> nn.Module:
-    """Tables of 1 to 10^6 rows, pooled, weighted and sequence, with optimizers."""
-
-    def configs(kind, prefix: str, count: int):
-        return [
-            kind(
-                name=f"{prefix}{i}",
-                num_embeddings=rng.choice((1, 3, rng.randint(1, 50), rng.randint(1, 10**6))),
-                embedding_dim=rng.choice((4, 8, 16, 48, 64, 128, 256, 512)),
-                feature_names=[f"{prefix}{i}_{k}" for k in range(rng.choice((1, 1, 3)))],
-                data_type=rng.choice((DataType.FP32, DataType.FP16)),
-            )
-            for i in range(count)
-        ]
-
-    def bags(prefix: str, count: int, weighted: bool = False) -> EmbeddingBagCollection:
-        return EmbeddingBagCollection(configs(EmbeddingBagConfig, prefix, count), device=META, is_weighted=weighted)
-
-    model = nn.Module()
-    model.pooled = bags("p", 3)
-    model.weighted = bags("w", 2, weighted=True)
-    for i in range(2):  # all tables of one have the same dimension
-        setattr(model, f"sequence{i}", EmbeddingCollection(configs(EmbeddingConfig, f"s{i}_", 1), device=META))
-    model.other = bags("a", 3)
-    for parameter in model.parameters():
-        optimizer = rng.choice(OPTIMIZERS)
-        if optimizer is not None:
-            apply_optimizer_in_backward(optimizer, [parameter], {"lr": 0.1})
-    return model
-
-
-def random_topology(rng: random.Random) -> Topology:
-    local = rng.choice((1, 2, 4))
-    world = local * rng.choice((1, 2, 3))
-    memory = [rng.randint(8, 80) * GIB for _ in range(world)]
-    return Topology(
-        world,
-        rng.choice(("cuda", "cuda", "cpu")),
-        local_world_size=local,
-        ssd_cap=rng.choice((None, GIB)),
-        custom_topology_data=rng.choice((None, CustomTopologyData({"hbm_cap": memory, "ddr_cap": memory}, world))),
-        uneven_sharding_perf_multiplier=2.0,
-    )
-
-
-def random_constraints(rng: random.Random, model: nn.Module) -> dict[str, ParameterConstraints]:
-    features = {}
-    for module in model.modules():
-        for method in ("embedding_bag_configs", "embedding_configs"):
-            for config in getattr(module, method, list)():
-                features[config.name] = config.feature_names, config.num_embeddings
-    result = {}
-    for name, (names, rows) in features.items():
-        stats = EmbeddingOffloadStats(0.5, rng.randint(1, 1000), torch.tensor([3.0, 2.0, 1.0]), rows)
-        cache = CacheParams(
-            load_factor=rng.choice((None, 0.1, 0.37)),
-            prefetch_pipeline=rng.choice((None, True)),
-            stats=rng.choice((None, stats)),
-            multipass_prefetch_config=rng.choice((None, MultiPassPrefetchConfig(num_passes=3))),
-        )
-        result[name] = ParameterConstraints(
-            sharding_types=rng.choice((None, [*SHARDING_TYPES], [*SHARDING_TYPES, "grid_shard"])),
-            compute_kernels=rng.choice((None, [*KERNELS])),
-            min_partition=rng.choice((None, 4, 32)),
-            pooling_factors=[rng.choice((0.3, 1.0, rng.uniform(1, 100))) for _ in names],
-            num_poolings=rng.choice((None, [rng.uniform(0.5, 2) for _ in names])),
-            batch_sizes=rng.choice((None, [rng.randint(1, 9999) for _ in names])),
-            is_weighted=rng.random() < 0.3,
-            cache_params=rng.choice((None, cache)),
-            output_dtype=rng.choice((None, DataType.FP16)),
-            key_value_params=rng.choice((None, KeyValueParams(max_l1_cache_size=1))),
-        )
-    return {name: constraint for name, constraint in result.items() if rng.random() < 0.8 or len(features[name][0]) > 1}
-
-
-def random_sharders(rng: random.Random) -> list:
-    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.BF16), device=META)
+def case_of(seed: int) -> tuple[nn.Module, list[ModuleSharder[nn.Module]], Topology, dict[str, ParameterConstraints]]:
+    """A random model, sharders that quantize what they send, and constraints that leave all types and kernels."""
+    case = mixed_case(seed)
+    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.BF16), device=torch.device("meta"))
     fused = {"cache_load_factor": 0.45, "prefetch_pipeline": True}
-    return [
-        kind(fused_params=rng.choice((None, {}, fused)), qcomm_codecs_registry=rng.choice((None, codecs)))
-        for kind in (
-            EmbeddingBagCollectionSharder,
-            EmbeddingCollectionSharder,
-        )
+    sharders = [
+        EmbeddingBagCollectionSharder(fused, codecs if seed % 2 else None),
+        EmbeddingCollectionSharder(None, None if seed % 2 else codecs),
     ]
+    constraints = {
+        name: replace(given, sharding_types=None, compute_kernels=None, num_poolings=None)
+        for name, given in case.constraints.items()
+    }
+    return case.model, sharders, case.topology, constraints
 
 
 def by_kind(options: list[ShardingOption]) -> dict[tuple, list[str]]:
@@ -156,12 +73,8 @@ def described(option: ShardingOption) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_options_and_estimates_are_those_of_torchrec(seed: int) -> None:
-    rng = random.Random(seed)
-    model, topology = random_model(rng), random_topology(rng)
-    constraints, sharders = random_constraints(rng, model), random_sharders(rng)
-    torchrecs = EmbeddingEnumerator(topology, 512, constraints)
-    torchrecs._device_memory_sizes = None  # by which its blocks of rows are not those of its lookups
-    theirs = torchrecs.enumerate(model, sharders)
+    model, sharders, topology, constraints = case_of(seed)
+    theirs = EmbeddingEnumerator(topology, 512, constraints).enumerate(model, sharders)
     ours = FastEnumerator(topology, 512, constraints).enumerate(model, sharders)
     assert by_kind(ours) == by_kind(theirs)
     assert list(dict.fromkeys(o.fqn for o in ours)) == list(dict.fromkeys(o.fqn for o in theirs))
@@ -173,7 +86,6 @@ def test_options_and_estimates_are_those_of_torchrec(seed: int) -> None:
     for estimator in (
         EmbeddingPerfEstimator(topology, constraints, is_inference=True),
         EmbeddingStorageEstimator(topology, constraints, is_inference=True),
-        EmbeddingStorageEstimator(topology, constraints, rng.choice(list(PipelineType)), rng.random() < 0.5),
         EmbeddingStorageEstimator(topology, constraints, PipelineType.TRAIN_PREFETCH_SPARSE_DIST, True),
     ):
         estimate_all([estimator], theirs, sharders)
@@ -204,11 +116,9 @@ class OwnNetwork(EmbeddingPerfEstimatorConfig):
         return context.emb_dim * 0.5
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_tables_enumerated_in_parts_have_the_same_options(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_enumerated_in_parts_have_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all shards at once would fill the memory: in TorchRec's order, and known when asked again."""
-    rng = random.Random(seed)
-    model, topology, sharders = random_model(rng), random_topology(rng), random_sharders(rng)
+    model, sharders, topology, _ = case_of(1)
     at_once = FastEnumerator(topology, 64).enumerate(model, sharders)
     monkeypatch.setattr("dreamshard_planner.search_space.enumeration.SHARDS_AT_ONCE", 2 * topology.world_size)
     enumerator = FastEnumerator(topology, 64)
@@ -223,8 +133,8 @@ def test_tables_enumerated_in_parts_have_the_same_options(seed: int, monkeypatch
 
 @pytest.mark.parametrize("own", ["subclass", "all shards", "annotated", "on the instance"])
 def test_estimators_of_the_user_keep_their_say(own: str) -> None:
-    rng = random.Random(1)
-    model, topology, sharders = random_model(rng), Topology(4, "cuda", local_world_size=2), random_sharders(rng)
+    model, sharders, _, _ = case_of(1)
+    topology = Topology(4, "cuda", local_world_size=2)
     if own == "subclass":
         estimator = OffsetsCost(topology)
     else:
@@ -239,34 +149,9 @@ def test_estimators_of_the_user_keep_their_say(own: str) -> None:
     assert by_kind(ours) != by_kind(theirs)
 
 
-def test_default_estimators_are_those_of_the_installed_enumerator() -> None:
-    rng = random.Random(2)
-    model, topology, sharders = random_model(rng), Topology(4, "cuda", local_world_size=2), random_sharders(rng)
-    constraints = random_constraints(rng, model)
-    theirs = EmbeddingEnumerator(topology, 512, constraints).enumerate(model, sharders)
-    ours = copy.deepcopy(theirs)
-    for option in ours:
-        for shard in option.shards:
-            shard.perf = shard.storage = None
-    estimate_all(torchrec_estimators(topology, constraints), ours, sharders)
-    assert by_kind(ours) == by_kind(theirs)
-
-
-def test_a_failing_estimate_leaves_the_shards() -> None:
-    rng = random.Random(3)
-    model, topology, sharders = random_model(rng), Topology(4, "cuda", local_world_size=2), random_sharders(rng)
-    options = FastEnumerator(topology, 512).enumerate(model, sharders)
-    before = by_kind(options)
-    options[-1].compute_kernel, right = "none such", options[-1].compute_kernel
-    with pytest.raises(PlannerError, match="'none such', whose cost is unknown"):
-        estimate_all(torchrec_estimators(topology), options, sharders)
-    options[-1].compute_kernel = right
-    assert by_kind(options) == before
-
-
 def test_copies_are_independent_and_estimates_outlive_planning() -> None:
-    rng = random.Random(4)
-    model, topology, sharders = random_model(rng), Topology(4, "cuda", local_world_size=2), random_sharders(rng)
+    model, sharders, _, _ = case_of(4)
+    topology = Topology(4, "cuda", local_world_size=2)
     enumerator = FastEnumerator(topology, 512)
     first = enumerator.enumerate(model, sharders)
     before = by_kind(first)
@@ -280,17 +165,3 @@ def test_copies_are_independent_and_estimates_outlive_planning() -> None:
     assert by_kind(enumerator.enumerate(model, sharders)) == before
     EmbeddingShardingPlanner(topology=topology, batch_size=512, enumerator=enumerator).plan(model, sharders)
     assert by_kind(enumerator.enumerate(model, sharders)) == before
-
-
-def test_options_are_prepared_before_they_are_estimated() -> None:
-    rng = random.Random(5)
-    model, topology, sharders = random_model(rng), Topology(4, "cuda", local_world_size=2), random_sharders(rng)
-
-    def prepare(option: ShardingOption) -> None:
-        assert option.shards[0].perf is None
-        option.input_lengths = [7.0]
-
-    constraints = {name: ParameterConstraints(pooling_factors=[7.0]) for name in ("p0", "p1", "p2", "s0_0", "a0")}
-    theirs = EmbeddingEnumerator(topology, 512, constraints).enumerate(model, sharders)
-    ours = FastEnumerator(topology, 512, prepare=prepare).enumerate(model, sharders)
-    assert by_kind([o for o in ours if o.name in constraints]) == by_kind([o for o in theirs if o.name in constraints])

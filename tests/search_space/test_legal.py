@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints, without_mixed_means
+from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
 from dreamshard_planner.search_space.sharding_types import ELEMENTWISE_OPTIMIZERS
 from dreamshard_planner.torchrec_components.compat import optimizer_name
 
@@ -65,15 +65,6 @@ def test_modules_that_bring_an_optimizer_train_with_it(optimizer: type, exact: b
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         planner(topology=topology(2, device="cuda"), constraints=named).plan(module, sharders)
-
-
-def test_mean_pooling_by_rows_tolerates_no_other_types() -> None:
-    tw, cw, rw, twrw = "table_wise", "column_wise", "row_wise", "table_row_wise"
-    assert without_mixed_means({"a": [rw, tw], "b": [rw, cw]}, ["a"]) == {"a": [tw], "b": [rw, cw]}
-    assert without_mixed_means({"a": [rw, twrw], "b": [rw, cw]}, ["a"]) == {"a": [rw, twrw], "b": [rw]}
-    assert without_mixed_means({"a": [rw], "b": [tw]}, ["a"]) == {"a": [rw], "b": []}
-    assert without_mixed_means({"a": [rw, tw]}, ["a"]) == {"a": [rw, tw]}
-    assert without_mixed_means({"a": [rw, tw], "b": [rw]}, []) == {"a": [rw, tw], "b": [rw]}
 
 
 class Only(EmbeddingBagCollectionSharder):

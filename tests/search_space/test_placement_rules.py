@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from small_models import SHARDERS, collection, table, topology
 from torch import nn
@@ -12,8 +10,7 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
-from dreamshard_planner.search_space.placement_rules import LegalRanks
-from tests.mixed_models import EveryTypeSharder, mixed_case
+from tests.mixed_models import EveryTypeSharder
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
 TABLE_WISE = ("table_wise",)
@@ -53,38 +50,6 @@ def test_rules_are_kept(sharding_types: tuple[str, ...] | None) -> None:
     assert sum(map(len, apart)) == len(set().union(*apart))
     (rank,) = found["t0"]
     assert f"placement_rules: sparse.t0, sparse.t7 are together on rank {rank}" in map(str, one.report().notes)
-
-
-def _random_rules(rng: random.Random, names: list[str], ranks: int) -> PlacementRules:
-    some = rng.sample(names, min(len(names), 6))
-    together = [some[:2]] if len(some) > 3 and rng.random() < 0.6 else []
-    apart = [some[-2:]] if len(some) > 3 and ranks > 1 and rng.random() < 0.6 else []
-    allowed = sorted(rng.sample(range(ranks), rng.randint(1, ranks)))
-    return PlacementRules(together, apart, {some[len(some) // 2]: allowed})
-
-
-def test_random_models_keep_random_rules_or_say_why_not() -> None:
-    planned = 0
-    for seed in (2, 5, 8, 12, 14):
-        case, rng = mixed_case(seed), random.Random(seed)
-        names = [name.split(".")[-2] for name, _ in case.model.named_parameters()]
-        names = [name for name in names if name[0] == "t" and name not in case.left_out]
-        rules = _random_rules(rng, sorted(names), case.topology.world_size)
-        one = case.planner(effort="quick", placement_rules=rules)
-        try:
-            one.plan(case.model, case.sharders)
-        except PlannerError as error:
-            assert "placement_rules" in str(error) or "apart" in str(error) or "do not fit" in str(error), (seed, error)
-            continue
-        planned += 1
-        found = ranks_of(one)
-        for group in rules.together:
-            assert len(set().union(*(found[name] for name in group))) == 1, seed
-        for first, second in rules.apart:
-            assert not found[first] & found[second], seed
-        for name, allowed in rules.on_ranks.items():
-            assert found[name] <= set(allowed), seed
-    assert planned >= 2
 
 
 def test_memory_and_rules_are_kept_together() -> None:
@@ -185,16 +150,6 @@ def test_a_saved_plan_belongs_to_its_rules(tmp_path) -> None:
     file.write_text(moved)
     with pytest.raises(PlannerError, match=r"plan.json (does not have|has) table"):
         planner(RULES, plan_loader=JsonPlanLoader(file)).plan(model(), SHARDERS)
-
-
-def test_a_plan_that_has_two_slices_on_a_rank_breaks_apart(tmp_path) -> None:
-    sliced = {"t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=4)}
-    one = planner(PlacementRules(on_ranks={"t0": [1], "t1": [2]}), constraints=sliced)
-    one.plan(model(), [EveryTypeSharder()])
-    shardings = dict(one.saved_plan().tables())
-    legal = LegalRanks(4, 4, {}, apart=(("sparse.t0", "sparse.t1"),))
-    with pytest.raises(PlannerError, match=r"plan has two shards of table 'sparse.t0' on rank 1, not apart"):
-        legal.check(shardings, "plan")
 
 
 def test_what_belongs_to_other_models_is_noted() -> None:

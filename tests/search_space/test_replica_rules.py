@@ -12,7 +12,6 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
-    DenseTableBatchedEmbeddingBagsCodegen,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from small_models import collection, planner, table
@@ -120,24 +119,6 @@ def test_what_is_refused_differs(name: str) -> None:
     assert reason in str(why_not_replicas(named, dtype))
     weights, gradients, last = fused(arguments)
     assert (dense(weights[0], gradients) - last).abs().max() > 1e-4
-
-
-@pytest.mark.filterwarnings("ignore:fbgemm")
-def test_gradients_of_half_precision_replicas_vanish_where_fused_kernels_sum_them() -> None:
-    """Why no optimizer attached to replicas could be exact: it never sees the gradient that the fused kernel sees."""
-    ids, offsets, small = torch.zeros(4, dtype=torch.int64), torch.arange(5), 2e-9
-    dense = DenseTableBatchedEmbeddingBagsCodegen([(2, DIM)], weights_precision=SparseType.FP16, use_cpu=True)
-    output_BC = dense(ids, offsets)
-    output_BC.backward(torch.full_like(output_BC, small))
-    assert dense.weights.grad.dtype == torch.float16 and not dense.weights.grad.any()
-    specs = [(2, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)]
-    rate = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1e8}
-    fused = SplitTableBatchedEmbeddingBagsCodegen(specs, weights_precision=SparseType.FP16, **rate)
-    (weight_RC,) = fused.split_embedding_weights()
-    weight_RC.zero_()
-    output_BC = fused(ids, offsets)
-    output_BC.backward(torch.full_like(output_BC, small))
-    torch.testing.assert_close(weight_RC[0].float(), torch.full((DIM,), -len(ids) * small * 1e8), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(

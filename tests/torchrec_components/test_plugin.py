@@ -9,7 +9,6 @@ import sys
 
 import pytest
 from small_models import SHARDERS, TABLE_WISE, collection, planner, ranks_of, small_model, table, topology
-from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopStorageModel
@@ -172,22 +171,6 @@ def test_statistics_tell_what_the_user_constrained() -> None:
     made = DreamShardPlanner(topology=devices, batch_size=64, stats=Told(), constraints=constraints)
     made.plan(small_model(), SHARDERS)
     assert {name for name, constraint in told[0].items() if constraint.compute_kernels} == {"t2"}
-
-
-def test_compute_kernel_constraints_are_honoured() -> None:
-    constraints = {"t2": ParameterConstraints(compute_kernels=["fused_uvm"])}
-    plan = planner(topology=topology(device="cuda"), constraints=constraints).plan(small_model(), SHARDERS)
-    kernels = {name: sharding.compute_kernel for name, sharding in plan.plan["sparse"].items()}
-    assert kernels["t2"] == "fused_uvm" and kernels["t1"] == "fused"
-
-
-def test_the_largest_tables_leave_device_memory_where_it_is_scarce() -> None:
-    model = nn.Module()
-    model.sparse = collection(table("large", 2_000_000, 64), *(table(f"t{i}", 1000) for i in range(5)))
-    scarce = Topology(world_size=2, compute_device="cuda", hbm_cap=400 * 2**20, ddr_cap=2**36)
-    plan = planner(topology=scarce, sharding_types=("table_wise",)).plan(model, SHARDERS)
-    kernels = {name: sharding.compute_kernel for name, sharding in plan.plan["sparse"].items()}
-    assert kernels["large"] != "fused" and all(kernels[f"t{i}"] == "fused" for i in range(5))
 
 
 def test_hot_tables_stay_in_device_memory_where_it_is_scarce() -> None:

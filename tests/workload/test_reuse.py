@@ -91,13 +91,6 @@ def test_shared_tables_merge_their_features() -> None:
     assert workload.distinct_rows == pytest.approx(sum(part.distinct_rows for part in parts))
 
 
-def test_rescaling_by_one_changes_nothing() -> None:
-    histogram = bins(b0=0.5, b2=0.5)
-    same, distinct = rescale_reuse([histogram], [1000], [400.0], [1.0])
-    assert same[0].tolist() == list(histogram)
-    assert float(distinct[0]) == pytest.approx(400 / (0.5 * 1 + 0.5 * float(bin_mean_reuse()[2])))
-
-
 @pytest.mark.parametrize(
     ("rows", "exponent", "lookups", "factor"),
     [
@@ -129,12 +122,6 @@ def test_meta_like_tables(index: int) -> None:
     assert bin_error < 0.1 and distinct_error < 0.2
 
 
-def test_the_only_row_takes_every_lookup() -> None:
-    for bins, distinct in (default_reuse([1], [512.0]), rescale_reuse([ONE_READ], [1], [1.0], [512.0])):
-        assert bins[0].tolist() == [float(k == 9) for k in range(NUM_REUSE_BINS)]  # (256,512]
-        assert distinct.tolist() == [1.0]
-
-
 def test_rescaling_keeps_to_what_is_possible() -> None:
     rows, lookups, factor = [10, 10**9, 7, 1000], [9.0, 3.0, 0.0, 500.0], [1000.0, 64.0, 8.0, 0.5]
     bins, distinct = rescale_reuse([ONE_READ] * 4, rows, lookups, factor)
@@ -155,17 +142,6 @@ def test_a_larger_batch_reads_no_fewer_rows_where_all_are_read_as_often(times: i
     _, rescaled = rescale_reuse([histogram.tolist()] * 2, [rows] * 2, [lookups] * 2, [2.0, 8.0], [distinct] * 2)
     least, twice, most = 2000, *rescaled.tolist()
     assert least <= twice <= most <= min(rows, 8 * lookups)
-
-
-def test_a_table_does_not_depend_on_its_neighbours() -> None:
-    pool = meta_like()[:600]  # more than are solved at once
-    given = [
-        ([t.features[0].reuse_histogram] * 1, [t.rows], [t.pooling_factor * 65_536], [1 / (2 + i % 3)])
-        for i, t in enumerate(pool)
-    ]
-    together, _ = rescale_reuse(*([values[0] for values in column] for column in zip(*given, strict=True)))
-    for index in (0, 511, 512, 599):
-        assert torch.allclose(rescale_reuse(*given[index])[0][0], together[index])
 
 
 def test_drawing_nothing_and_everything() -> None:
