@@ -164,8 +164,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("module", "command"),
-    [("torch", "pip install 'torch"), ("torchrec", "pip install --no-deps 'torchrec")],
+    ("module", "command"), [("torch", "pip install 'torch"), ("torchrec", "pip install --no-deps 'torchrec")]
 )
 def test_import_says_what_is_missing_and_how_to_install_it(module: str, command: str) -> None:
     ended = subprocess.run([sys.executable, "-c", HIDE, module], capture_output=True, text=True)

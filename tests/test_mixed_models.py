@@ -19,17 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
-from dreamshard_planner.search_space.sharding_types import (
-    CACHING,
-    CW,
-    DP,
-    GRID,
-    RW,
-    TWCW,
-    TWRW,
-    broken,
-    inexact,
-)
+from dreamshard_planner.search_space.sharding_types import CACHING, CW, DP, GRID, RW, TWCW, TWRW, broken, inexact
 from dreamshard_planner.torchrec_components.loop import LEAST_GAIN
 from tests.mixed_models import MixedCase, expected_shards, mixed_case
 

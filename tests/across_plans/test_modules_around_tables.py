@@ -135,13 +135,3 @@ def test_tables_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
     assert loaded["model"] and all(
         torch.equal(value, model.state_dict()[key]) for key, value in loaded["model"].items()
     )
-
-
-def test_tables_with_managed_collisions_start_anew_by_consent(tmp_path: Path) -> None:
-    model = model_of(x=managed("a"), y=collection("b"))
-    first = saved(tmp_path / "saved", model)
-    loaded = blank(model)
-    load_across_plans(loaded, first, dropped=["x.a"], added=["a"])
-    for key, value in loaded["model"].items():
-        expected = model.state_dict()[key]
-        assert torch.equal(value, expected if key.startswith("y.") else torch.zeros_like(expected)), key

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.workload.tables import Workload
@@ -88,17 +87,3 @@ def test_a_read_only_folder_is_named_before_the_work(given: Path, tmp_path: Path
     process = start(dreamshard, ["fit", *arguments("fit", folder, given)], said, None, True)
     assert ended(process) == [2]
     assert "Permission denied" in " ".join(said.read_text().split()) and not list(folder.iterdir())
-
-
-def test_a_result_that_cannot_be_written_is_one_line(given: Path, tmp_path: Path) -> None:
-    """Learning comes first; the disk is full when it is done."""
-    folder, said = tmp_path / "out", tmp_path / "stderr"
-    folder.mkdir()
-    sets, out = str(given / "sets.npz"), folder / "x.safetensors"
-    command = ["fit", "--out", str(out), "--dataset", sets, "--test-dataset", sets, "--quick", "--updates", "1"]
-    assert ended(start(dreamshard, command, said, 20_000)) == [1]
-    errors = [line for line in said.read_text().splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and f"{out}: cannot be written: File too large" in errors[0]
-    assert not list(folder.iterdir())
-    assert ended(start(dreamshard, command, said)) == [0]
-    assert Checkpoint.load(out).metadata["dataset"]["sets"] == 12

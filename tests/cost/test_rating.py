@@ -54,8 +54,7 @@ def test_a_preload_costs_what_its_shards_would() -> None:
     latent_DGH = torch.zeros(3, 2, whole.latent_PH.shape[1], dtype=torch.float64)
     latent_DGH.index_put_((assignment_S[laid], problem.group_P[laid]), whole.latent_PH[laid], accumulate=True)
     rest = replace(
-        problem,
-        **{name: getattr(problem, name)[~laid] for name in ("features_PF", "group_P", "bytes_PC", "needs_PM")},
+        problem, **{name: getattr(problem, name)[~laid] for name in ("features_PF", "group_P", "bytes_PC", "needs_PM")}
     )
     cost = Cost(rest, ROOFLINE, preload=Preload(latent_DGH, torch.zeros(1, 3)))
     expected_D = whole.rate(assignment_S[None]).device_ms_BD[0]

@@ -205,10 +205,7 @@ def batches(case: Case, step: int, first: int, count: int) -> tuple[dict[str, Ke
 def sharders(case: Case) -> list[ModuleSharder[nn.Module]]:
     bag = EmbeddingBagCollectionSharder if case.stock else EveryTypeSharder
     fused_params = dict(case.fused_params) or None
-    return [
-        bag(fused_params=copy.copy(fused_params)),
-        EmbeddingCollectionSharder(fused_params=copy.copy(fused_params)),
-    ]
+    return [bag(fused_params=copy.copy(fused_params)), EmbeddingCollectionSharder(fused_params=copy.copy(fused_params))]
 
 
 def planner_of(case: Case, world_size: int, local_world_size: int, **arguments: Any) -> EmbeddingShardingPlanner:

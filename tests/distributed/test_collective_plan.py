@@ -31,12 +31,7 @@ from dreamshard_planner import (
     TableStatistics,
     driver,
 )
-from dreamshard_planner.cost.collectives import (
-    CPU_BAG_BYTES,
-    LOOKUPS,
-    OPERATIONS,
-    CollectiveFit,
-)
+from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, LOOKUPS, OPERATIONS, CollectiveFit
 from dreamshard_planner.measure.collectives import (
     FEATURES,
     LOOKUPS_PER_SAMPLE,

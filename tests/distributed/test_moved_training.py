@@ -20,16 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mixed import TableSpec, parts_of
-from moves import (
-    OPTIMIZERS,
-    Job,
-    Moving,
-    Result,
-    Sharding,
-    check,
-    load_and_train,
-    train_and_save,
-)
+from moves import OPTIMIZERS, Job, Moving, Result, Sharding, check, load_and_train, train_and_save
 from ranks import Rank, run_on_ranks
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel

@@ -9,20 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, gpu_ranks, run_on_ranks
-from replicas import (
-    DP,
-    FEATURES,
-    SHAPES,
-    STEPS,
-    TABLES,
-    TW,
-    Model,
-    Trained,
-    all_reduces,
-    resume,
-    sharded,
-    train_each,
-)
+from replicas import DP, FEATURES, SHAPES, STEPS, TABLES, TW, Model, Trained, all_reduces, resume, sharded, train_each
 from torchrec.optim import SGD, Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor

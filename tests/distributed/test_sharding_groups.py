@@ -228,25 +228,6 @@ def test_replicated_tables_are_trained_by_the_ranks_of_all_groups() -> None:
         torch.testing.assert_close(one["after"], one["before"] - step[:, None].float(), atol=1e-5, rtol=1e-5)
 
 
-def test_the_all_reduce_of_replicas_is_of_all_groups() -> None:
-    """Replicas of groups on one host each: between hosts, for twice the ranks."""
-    world = Topology(16, "cuda", local_world_size=8, intra_host_bw=1e9, inter_host_bw=1e7)
-
-    def all_reduce_ms(**groups: ShardingGroups) -> float:
-        planner = DreamShardPlanner(
-            topology=world if groups else groups_of_one_host.topology(world),
-            batch_size=512,
-            constraints={f"t{i}": ParameterConstraints(sharding_types=[DP]) for i in range(4)},
-            debug=False,
-            **groups,
-        )
-        planner.plan(Model("meta"), get_default_sharders())
-        return planner.report().chosen.collectives_ms
-
-    groups_of_one_host = ShardingGroups(size=8, use_inter_host_allreduce=True)
-    assert all_reduce_ms(sharding_groups=groups_of_one_host) > 3 * all_reduce_ms()
-
-
 def test_the_ranks_of_a_host_that_dmp_collection_needs_are_told() -> None:
     for kind, told in (("table_row_wise", True), (RW, False)):
         planner = DreamShardPlanner(

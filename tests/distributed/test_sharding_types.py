@@ -132,9 +132,7 @@ WRONG_ROWS = {
     module: replace(torchrec_case(module, t=spec(RW)), memory_bytes=UNEQUAL) for module in ("bags", "sequence")
 }
 """TorchRec's plan of it looks up other rows than the planner's, which is exact."""
-CRASHES = {
-    "sequence data_parallel": (torchrec_case("sequence", t=spec(DP)), DENSE_SEQUENCES.text),
-}
+CRASHES = {"sequence data_parallel": (torchrec_case("sequence", t=spec(DP)), DENSE_SEQUENCES.text)}
 
 
 MEMORY = {

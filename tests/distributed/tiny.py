@@ -23,7 +23,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm.job import RulePartitioner
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
 
 SHARDERS = (EmbeddingBagCollectionSharder(),)
@@ -87,7 +86,7 @@ def batch(step: int, samples: int, first: int, count: int, device: torch.device)
 
 
 def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPlanner:
-    """``dreamshard``, ``torchrec`` or a greedy rule, for table-wise placement of the tiny model."""
+    """``dreamshard`` or ``torchrec``, for table-wise placement of the tiny model."""
     memory = "hbm_cap" if rank.device.type == "cuda" else "ddr_cap"
     constraints = {
         f"t{index}": ParameterConstraints(
@@ -106,8 +105,7 @@ def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPl
     if name == "dreamshard":
         batches = [batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, torch.device("cpu"))[0] for step in range(3)]
         return DreamShardPlanner(**common, statistics=TableStatistics.from_batches(batches), effort="quick")
-    rule = None if name == "torchrec" else RulePartitioner(name, common["topology"], constraints)
-    return EmbeddingShardingPlanner(**common, partitioner=rule)
+    return EmbeddingShardingPlanner(**common)
 
 
 def shard(planner: EmbeddingShardingPlanner, rank: Rank, **arguments: Any) -> DistributedModelParallel:

@@ -154,10 +154,7 @@ def test_tables_larger_than_the_arena_run_inside_it() -> None:
     [
         *(
             ([workload(), workload("odd", **{field: value})], f"table 'odd'.*{field}")
-            for field, value in (
-                ("batch_size", 7),
-                ("optimizer", "rowwise_adagrad"),
-            )
+            for field, value in (("batch_size", 7), ("optimizer", "rowwise_adagrad"))
         ),
         ([], "at least one table"),
         ([workload("odd", dim=6)], "'odd'.*multiple of 4, got 6"),

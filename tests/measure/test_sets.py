@@ -10,14 +10,7 @@ from torchrec.distributed.planner import Topology
 from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dense_ms
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure.kernels import FusedKernel, check_group
-from dreamshard_planner.measure.sets import (
-    BATCH_SIZES,
-    MAX_SET_WORK,
-    MAX_SLICES,
-    GroupMix,
-    draw_sets,
-    set_work,
-)
+from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, MAX_SLICES, GroupMix, draw_sets, set_work
 from dreamshard_planner.training import QUICK, pool_tables
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
 

@@ -18,11 +18,7 @@ from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVIS
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware
-from dreamshard_planner.observing.learning import (
-    ObservedSets,
-    learn,
-    learn_exchanges,
-)
+from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import ObservedRun, ObservedTable, RankSteps
 from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -242,10 +238,6 @@ def without_lookups() -> Checkpoint:
     return replace(prior, metadata={**prior.metadata, "collectives": known | {"revision": REVISION}})
 
 
-def learned_lookups(runs: list[ObservedRun], checkpoint: Checkpoint) -> tuple[dict | None, list[str]]:
-    return learn_exchanges(Observation(describe_hardware("cpu", 1), tuple(runs)), checkpoint)
-
-
 def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
     seen = Observation(describe_hardware("cpu", 1), (with_lookups(0), with_lookups(1)))
     seen.save(tmp_path / "seen.json")
@@ -267,37 +259,3 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
         report = planner.report()
         assert sum(ms for name, ms in report.collectives if name.endswith(" lookups")) > links.lookups.latency_ms
         assert not any("lookups is not counted" in str(note) for note in report.notes)
-
-
-def test_lookups_are_learned_from_what_tells_them_alone() -> None:
-    prior, both = without_lookups(), [0, 1]
-    known = prior.metadata["collectives"]
-    assert learned_lookups([with_lookups(0)], prior) == (known, [])  # none to hold out
-    of_two_hosts = replace(prior, metadata={**prior.metadata, "collectives": known | {"hosts": 2}})
-    made, (_, gone) = learned_lookups([with_lookups(run) for run in both], of_two_hosts)
-    assert {name for name, fit in made["fits"].items() if fit} == {"lookups"} and made["assumed"] == []
-    assert gone == "what was measured between ranks of 2 host(s) is no longer known"
-    in_a_pipeline, twice = ({"input_dist calls": (calls,) * 8} for calls in (0.0, 2.0))
-    for unseen in (in_a_pipeline, twice, {"lookups all_to_all of 1 span": (1.0,) * 8}):
-        assert learned_lookups([with_lookups(run, **unseen) for run in both], prior) == (known, [])
-    # Of as many bytes, latency and bandwidth are as far off.
-    made, _ = learned_lookups([with_lookups(1), replace(with_lookups(1), id="again")], prior)
-    assert made["fits"]["bucketing"] is None
-    learned, like = (CollectiveFit(**fits) for fits in (made["fits"]["lookups"], known["fits"]["all_to_all"]))
-    slower = like.shared_bytes_per_ms / learned.shared_bytes_per_ms
-    assert learned.latency_ms / like.latency_ms == pytest.approx(slower, rel=0.01)
-    # Sorting is known, or nothing is learned where there is some.
-    assert learned_lookups([with_lookups(run, "row_wise") for run in both], prior) == (known, [])
-    shipped = resolve("auto", "cpu")
-    sorting_ms = links_of(topology(2), shipped).bucketing
-    runs = []
-    for run in both:
-        lookups_D = torch.tensor([rank.median("kernel 0 lookups") for rank in with_lookups(run).ranks]).double()
-        bags_D = torch.tensor([rank.kernels[0].bags for rank in with_lookups(run).ranks]).double()
-        more_ms = float(sorting_ms.all_to_all_ms((lookups_D + 0.2 * bags_D) * 8 / WORLD_SIZE))
-        runs.append(with_lookups(run, "row_wise", more_ms))
-    assert (alone := learned_lookups(list(map(with_lookups, both)), shipped)[0]["fits"])["bucketing"] is not None
-    assert learned_lookups(runs, shipped)[0]["fits"]["lookups"] == pytest.approx(alone["lookups"], rel=1e-4)
-    # What is in use stays, unless something is better.
-    confirmed = replace(shipped, metadata={**shipped.metadata, "collectives": {**known, "fits": alone}})
-    assert learned_lookups(list(map(with_lookups, both)), confirmed) == (confirmed.metadata["collectives"], [])

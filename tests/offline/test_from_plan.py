@@ -62,8 +62,7 @@ def model() -> nn.Module:
     )  # fmt: skip
     apply_optimizer_in_backward(torch.optim.Adam, pooled.parameters(), {"lr": 0.1})
     sequences = EmbeddingCollection(
-        device=META,
-        tables=[EmbeddingConfig(name="a", num_embeddings=700, embedding_dim=8, feature_names=["s"])],
+        device=META, tables=[EmbeddingConfig(name="a", num_embeddings=700, embedding_dim=8, feature_names=["s"])]
     )
     sparse = nn.ModuleDict({"pooled": pooled, "sequences": sequences})
     return nn.ModuleDict({"sparse": sparse, "dense": nn.Linear(4, 4, device=META)})
@@ -175,9 +174,7 @@ def test_pods_count_in_what_a_plan_costs_and_in_what_it_fits() -> None:
 def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     constraints = {
         "a": ParameterConstraints(
-            pooling_factors=[4.0, 2.0],
-            min_partition=8,
-            cache_params=CacheParams(CacheAlgorithm.LFU, load_factor=0.5),
+            pooling_factors=[4.0, 2.0], min_partition=8, cache_params=CacheParams(CacheAlgorithm.LFU, load_factor=0.5)
         ),
         "b": ParameterConstraints(
             sharding_types=["table_wise", "row_wise"],

@@ -71,10 +71,7 @@ GOOD = {"name": "a", "num_embeddings": 10, "embedding_dim": 8}
 @pytest.mark.parametrize(
     ("entry", "mistake"),
     [
-        (
-            {**GOOD, "num_embedings": 3},
-            r"tables\[1\] 'a': unknown key 'num_embedings' .did you mean 'num_embeddings'",
-        ),
+        ({**GOOD, "num_embedings": 3}, r"tables\[1\] 'a': unknown key 'num_embedings' .did you mean 'num_embeddings'"),
         ({"name": "a", "embedding_dim": 8}, r"tables\[1\] 'a': lacks 'num_embeddings'"),
         ({**GOOD, "embedding_dim": "8"}, r"tables\[1\] 'a': embedding_dim: .* got '8'"),
         ({**GOOD, "num_embeddings": 0}, r"tables\[1\] 'a': num_embeddings: .* 1, got 0"),

@@ -111,8 +111,7 @@ def test_the_order_of_constraints_and_statistics_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factors", "expected"),
-    [(None, [1.0, 1.0, 1.0]), ([5.0], [5.0, 5.0, 1.0]), ([5.0, 2.0], [5.0, 2.0, 1.0])],
+    ("factors", "expected"), [(None, [1.0, 1.0, 1.0]), ([5.0], [5.0, 5.0, 1.0]), ([5.0, 2.0], [5.0, 2.0, 1.0])]
 )
 def test_torchrecs_costs_are_those_of_its_own_lengths(factors: list[float] | None, expected: list[float]) -> None:
     """It takes one pooling factor for that of a table with several features, where memory is for each of these."""

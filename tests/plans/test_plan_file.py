@@ -143,10 +143,7 @@ STALE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "'t2' is gone",
     ),
     "ranks": (lambda: {"topology": topology(3)}, "number of ranks 2 -> 3"),
-    "memory": (
-        lambda: {"topology": topology(memory=2**33)},
-        "DDR of rank 0 and 1 more 16.00 GiB -> 8.00 GiB",
-    ),
+    "memory": (lambda: {"topology": topology(memory=2**33)}, "DDR of rank 0 and 1 more 16.00 GiB -> 8.00 GiB"),
     "constraints": (
         lambda: {"constraints": {"t1": ParameterConstraints(num_poolings=[2.0])}},
         r"constraint of table 't1', num_poolings: None -> \[2.0\]",

@@ -17,14 +17,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import CacheParams, CacheStatistics
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dreamshard_planner import (
-    DreamShardPlanner,
-    FeatureStatistics,
-    JsonPlanLoader,
-    SavedPlan,
-    TableStatistics,
-    compare,
-)
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, SavedPlan, TableStatistics, compare
 from dreamshard_planner.workload.reuse import default_reuse
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")

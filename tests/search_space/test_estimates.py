@@ -17,24 +17,11 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.estimator.annotations import fwd_comms
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
-from torchrec.distributed.planner.shard_estimators import (
-    EmbeddingPerfEstimator,
-    EmbeddingStorageEstimator,
-)
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Perf,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder, PipelineType
 
-from dreamshard_planner.search_space.enumeration import (
-    FastEnumerator,
-    OncePerSize,
-    estimate_all,
-    torchrec_estimators,
-)
+from dreamshard_planner.search_space.enumeration import FastEnumerator, OncePerSize, estimate_all, torchrec_estimators
 from tests.mixed_models import mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

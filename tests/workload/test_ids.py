@@ -141,12 +141,7 @@ def collection(rows: int, tables: int = 1) -> EmbeddingBagCollection:
 def planner(statistics: TableStatistics, **arguments) -> DreamShardPlanner:
     arguments.setdefault("topology", Topology(RANKS, "cuda", hbm_cap=2**34, local_world_size=RANKS))
     return DreamShardPlanner(
-        batch_size=4096,
-        statistics=statistics,
-        cost_source="roofline",
-        stats=[],
-        debug=False,
-        **arguments,
+        batch_size=4096, statistics=statistics, cost_source="roofline", stats=[], debug=False, **arguments
     )
 
 

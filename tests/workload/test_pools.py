@@ -14,11 +14,7 @@ import torch
 
 from dreamshard_planner import TaskError
 from dreamshard_planner.measure.kernels import draw_indices
-from dreamshard_planner.workload.pools import (
-    mlperf_dlrm_dcnv2,
-    named_pool,
-    split_tables,
-)
+from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2, named_pool, split_tables
 from dreamshard_planner.workload.reuse import bin_mean_reuse, mean_reuse, reuse_histogram
 
 DATA = resources.files("dreamshard_planner.workload") / "data"

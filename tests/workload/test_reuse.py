@@ -105,23 +105,6 @@ def test_other_batch_sizes_of_zipf_tables(rows: int, exponent: float, lookups: i
         assert bin_error < 0.05 and distinct_error < 0.05
 
 
-@pytest.mark.parametrize("index", [40, 100, 200])
-def test_meta_like_tables(index: int) -> None:
-    table = meta_like()[index]
-    feature = table.features[0]
-    lookups = round(feature.pooling_factor * feature.batch_size)
-    indices = draw_indices(feature.reuse_histogram, table.rows, lookups, torch.Generator().manual_seed(0))
-    for factor in (2, 8, 64):
-        bin_error, distinct_error = errors(indices, table.rows, lookups, lookups // factor)
-        assert bin_error < 0.05 and distinct_error < 0.05
-    for factor in (2, 8):
-        bin_error, distinct_error = errors(indices, table.rows, lookups // factor, lookups)
-        assert bin_error < 0.05 and distinct_error < 0.05
-    # One in 64 samples says little of rows that it does not read: less is promised.
-    bin_error, distinct_error = errors(indices, table.rows, lookups // 64, lookups)
-    assert bin_error < 0.1 and distinct_error < 0.2
-
-
 def test_rescaling_keeps_to_what_is_possible() -> None:
     rows, lookups, factor = [10, 10**9, 7, 1000], [9.0, 3.0, 0.0, 500.0], [1000.0, 64.0, 8.0, 0.5]
     bins, distinct = rescale_reuse([ONE_READ] * 4, rows, lookups, factor)
