@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import resource
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -85,7 +86,7 @@ def test_steps_after_the_warm_up_are_observed_and_nothing_is_left(tmp_path: Path
 
 
 def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
-    """What is told of a training that goes on."""
+    """Train in one way, and return the warnings of the observation."""
     _surroundings(home, {"variable": "0", "no number": "many"}.get(how, str(STEPS)))
     with logged("observing.automatic") as records:
         model = shard(make_planner("dreamshard", rank), rank, observe=how != "argument")
@@ -95,16 +96,21 @@ def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
                 assert not END_DEFAULT
                 train(model, rank, STEPS, 2 * LOCAL_BATCH)
         steps = {"short": automatic.WARM_UP_STEPS + 5, "dropped": automatic.WARM_UP_STEPS + automatic.LEAST_STEPS + 2}
-        losses = train(model, rank, steps.get(how, TRAINED), 2 * LOCAL_BATCH)
+        losses = train(model, rank, steps.get(how, TRAINED) - 3, 2 * LOCAL_BATCH)
+        if how == "full disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        losses += train(model, rank, 3, 2 * LOCAL_BATCH)
         assert torch.tensor(losses).isfinite().all()
         del model
         gc.collect()
         _written()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert not END_DEFAULT
     return [text for text in _messages(records) if "training goes on" in text]
 
 
-FILES = {"variable": 0, "argument": 0, "explicit": 0, "no number": 0, "short": 0, "dropped": 2, "no folder": 0}
+NOTHING_WRITTEN = ("variable", "argument", "explicit", "no number", "short", "no folder", "full disk")
+FILES = {"dropped": 2, **dict.fromkeys(NOTHING_WRITTEN, 0)}
 """Files that each way to train leaves."""
 
 
@@ -115,9 +121,12 @@ def _every_way(rank: Rank, folder: str) -> dict[str, list[str]]:
 def test_the_observation_ends_with_its_switches_and_with_the_model(tmp_path: Path) -> None:
     (tmp_path / "no folder").write_bytes(b"")
     for told in run_on_ranks(_every_way, str(tmp_path), world_size=2):
-        assert "'many'" in told.pop("no number")[0] and str(tmp_path / "no folder") in told.pop("no folder")[0]
+        assert "'many'" in told.pop("no number")[0]
+        for how in ("no folder", "full disk"):
+            assert str(tmp_path / how) in told.pop(how)[0]
         assert not any(told.values())
     assert {how: len(_runs(tmp_path / how)) for how in FILES} == FILES
+    assert not [path for path in (tmp_path / "full disk").rglob("*") if path.is_file()]
 
 
 def _own_costs(home: Path, scale: float) -> None:

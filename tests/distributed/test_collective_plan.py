@@ -31,17 +31,13 @@ from dreamshard_planner import (
     TableStatistics,
     driver,
 )
-from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, LOOKUPS, OPERATIONS, CollectiveFit
+from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveFit
 from dreamshard_planner.measure.collectives import (
-    FEATURES,
-    LOOKUPS_PER_SAMPLE,
     PAYLOADS,
     MeasuredCollectives,
-    Payload,
     measure,
 )
 from dreamshard_planner.planning import ranks
-from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 from tests import pretended
 from tests.counted import counted
 
@@ -316,14 +312,6 @@ def test_collectives_are_measured_between_ranks(told: dict[str, list[Any]], tmp_
     assert len(times_ms) == len(PAYLOADS) and min(times_ms) > 0
     assert measured.hosts == measured.metadata()["hosts"] == len(results)
     assert "samples_ms" not in measured.metadata()
-
-
-@pytest.mark.parametrize(("device", "more_bytes"), [("cpu", CPU_BAG_BYTES), ("cuda", 0.0)])
-def test_bags_count_beside_ids_in_measured_lookups(device: str, more_bytes: float) -> None:
-    payload = Payload("lookups", 2**20)
-    slowest, total = payload.moved_bytes(2, device)
-    a_bag = LOOKUPS_PER_SAMPLE * INDEX_BYTES + LENGTH_BYTES + more_bytes
-    assert (slowest, total) == (payload.samples * FEATURES * a_bag, 2 * payload.samples * FEATURES * a_bag)
 
 
 @pytest.mark.parametrize(

@@ -97,35 +97,23 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["sharding_types of its constraint are strings", "give ShardingType.ROW_WISE.value"],
     ),
-    "a member of TorchRec's kernels": (
-        {"compute_kernels": [EmbeddingComputeKernel.FUSED]},
-        {},
-        ["compute_kernels of its constraint are strings", "give EmbeddingComputeKernel.FUSED.value"],
-    ),
     "types in a text": (
         {"sharding_types": "table_row_wise"},
         {},
         ["sharding_types of its constraint are a list", "give ['table_row_wise']"],
-    ),
-    "kernels in a text": (
-        {"compute_kernels": "fused"},
-        {},
-        ["compute_kernels of its constraint are a list, got 'fused'"],
     ),
     "a number of lookups": (
         {"pooling_factors": 3.0},
         {},
         ["pooling_factors must be a list, one number per feature, got 3.0"],
     ),
-    "no lookups": ({"pooling_factors": None}, {}, ["pooling_factors must be a list"]),
-    "a batch size": ({"batch_sizes": 64}, {}, ["batch_sizes must be a list"]),
     **{
         f"min_partition {given}": (
             {"min_partition": given},
             {},
             ["min_partition must be a number of columns, 1 to the dim of 64", repr(given)],
         )
-        for given in (-4, 2.5, True)
+        for given in (-4, 2.5)
     },
     "no SSDs": ({"compute_kernels": ["key_value"]}, {"memory": {"ssd_cap": 0}}, ["ssd_cap"]),
     "slices of a key-value store": (

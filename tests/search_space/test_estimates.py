@@ -12,7 +12,6 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.estimator.annotations import fwd_comms
@@ -134,21 +133,3 @@ def test_estimators_of_the_user_keep_their_say(own: str) -> None:
     assert by_kind(ours) == by_kind(theirs)
     estimate_all(torchrec_estimators(topology)[:1], theirs, sharders)
     assert by_kind(ours) != by_kind(theirs)
-
-
-def test_copies_are_independent_and_estimates_outlive_planning() -> None:
-    model, sharders, _, _ = case_of(4)
-    topology = Topology(4, "cuda", local_world_size=2)
-    enumerator = FastEnumerator(topology, 512)
-    first = enumerator.enumerate(model, sharders)
-    before = by_kind(first)
-    assert [vars(shard) for option in copy.deepcopy(first) for shard in option.shards] == [
-        vars(shard) for option in first for shard in option.shards
-    ]
-    for option in first:
-        option.input_lengths[0] = 99.0
-        for shard in option.shards:
-            shard.rank, shard.size[0] = 3, 7
-    assert by_kind(enumerator.enumerate(model, sharders)) == before
-    EmbeddingShardingPlanner(topology=topology, batch_size=512, enumerator=enumerator).plan(model, sharders)
-    assert by_kind(enumerator.enumerate(model, sharders)) == before
