@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,10 @@ import torch
 
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from paper.networks import placement_labels, sent_bytes
 from paper.results import by_kind, compared, pooled, strongest_rule
-from paper.training import Published, Setting, halves, labelled_placements, named_placement, train_published
+from paper.training import Setting, halves, labelled_placements, named_placement
 from paper_experiment import main
 
 
@@ -73,33 +71,6 @@ def test_figures_by_hand() -> None:
     away = {**rules, "a<4x2#0": 32.0}
     tables = {"4x2": kinds, "6x2": by_kind([{**tasks[2], "overall_ms": away, "compute_ms": away}], "6x2")}
     assert pooled(tables, "a<4x2")[0] == pytest.approx((1 * 1 / 4 * 8) ** (1 / 3))  # tasks 1, 1/4 and, away, 8
-
-
-def test_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Wherever it is interrupted: networks are trained again on what was measured, and come out the same."""
-    half, arena = halves(batch_size=32)[0], Arena("cpu", 1 << 24)
-    tasks = half.tasks(Setting(6, 2), 2)
-    config = Published(iterations=3, collected=2, fit_updates=4, policy_updates=1)
-    left = iter([True, True, False])
-
-    def tick() -> None:
-        if not next(left, True):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_published(config, half, tasks, tmp_path, arena, 1, tick)
-    done = tmp_path / "placements.json"
-    assert not done.exists()
-    first = train_published(config, half, tasks, tmp_path, arena, 1, tick)
-    assert len(first.placements) == 6 and len(first.seconds) == 3
-    done.unlink()
-    again = train_published(config, half, tasks, tmp_path, arena, 1, tick)
-    assert again.placements == first.placements and again.dataset.digest == first.dataset.digest
-    for module, other in ((again.network, first.network), (again.policy, first.policy)):
-        state = other.state_dict()
-        assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-    other_seed = train_published(replace(config, seed=1), half, tasks, tmp_path / "1", arena, 1, tick, first)
-    assert other_seed.placements == first.placements and not list((tmp_path / "1").glob("*.blocks"))
 
 
 def test_quick_run_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -69,39 +69,6 @@ def test_network_beats_the_additive_baseline_on_unseen_tables(split, network: Co
     assert (network_2 < 0.5 * linear_2).all() and (network_2 < 0.04).all()
 
 
-def test_optimizers_are_told_apart_as_far_as_they_were_measured(split) -> None:
-    """Adagrad goes with row-wise Adagrad where no set had it."""
-    train, test = split
-    slower = {"sgd": 1.0, "rowwise_adagrad": 4.0, "adagrad": 2.0}
-    states_XK = torch.tensor([[float(any(OPTIMIZERS[name])), *OPTIMIZERS[name]] for name in slower])
-    columns = [FEATURE_INDEX[name] for name in ("stateful_optimizer", "weight_states", "row_states")]
-
-    def with_optimizers(sets: LabelledSets, kinds: int) -> LabelledSets:
-        kind_X = torch.arange(len(sets)) % kinds
-        features_SF, labels_X2 = sets.features_SF.clone(), sets.labels_ms_X2.clone()
-        features_SF[:, columns] = states_XK[kind_X][sets.set_S]
-        labels_X2[:, 1] *= torch.tensor(list(slower.values()))[kind_X]
-        return LabelledSets(features_SF, sets.offsets_X1, labels_X2)
-
-    every = with_optimizers(test, 3)
-    few, all_three = (
-        fit_cost_network(with_optimizers(train, kinds), CostNetworkConfig(members=1), FitConfig(epochs=epochs))
-        for kinds, epochs in ((2, 1), (3, 60))
-    )
-    assert {*few.optimizers} == {"sgd", "rowwise_adagrad"} and {*all_three.optimizers} == {*slower}
-    assert (mape_2(predict_ms(all_three, every), every.labels_ms_X2) < 0.06).all()
-    under = {}
-    for network in (few, all_three):
-        for kind, name in enumerate(slower):
-            features_SF = test.features_SF.clone()
-            features_SF[:, columns] = states_XK[kind]
-            under[network, name] = predict_ms(network, replace(test, features_SF=features_SF))
-    assert torch.equal(under[few, "adagrad"], under[few, "rowwise_adagrad"])
-    for name in ("adagrad", "rowwise_adagrad"):
-        forward_X, backward_X = (under[all_three, name] / under[all_three, "sgd"]).unbind(-1)
-        assert (forward_X - 1).abs().mean() < 0.02 and (backward_X / slower[name] - 1).abs().mean() < 0.1
-
-
 def test_a_network_goes_on_from_one_of_another_device(split, network: CostNetwork) -> None:
     """Fitted to few sets of a device three times as slow, it knows what these lack; its start stays as it is."""
     train, test = split

@@ -15,7 +15,6 @@ import torch
 
 from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.ranks import rank_cores
@@ -168,29 +167,6 @@ def test_tables_larger_than_the_arena_run_inside_it() -> None:
 def test_kernels_that_do_not_exist_are_refused(group: list[Workload], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         FusedKernel(group, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("usage", "attempts", "threads", "long_ms"),
-    [
-        ([(5, 0), (5, 0)], 1, 1, 1e3),  # nobody had the core
-        ([(5, 0), (6, 10**15)], 1, 1, 1e3),  # somebody for no time that counts: all of it was computed
-        ([(5, 0), (6, 0), (6, 0), (6, 0)], 2, 1, 1e3),
-        ([(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0)], 3, 1, 1e3),
-        ([(5, 0), (6, 10**15), (6, 0), (6, 0)], 2, 2, 1e3),  # of several threads it is not known for how long
-        ([(1, 0), (2, 0)], 1, 1, 0.0),  # long runs are kept
-    ],
-)
-def test_runs_of_which_others_took_a_part_are_done_again(
-    usage: list, attempts: int, threads: int, long_ms: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel, runs, told = FusedKernel([workload("a")], "cpu"), [], iter(usage)
-    monkeypatch.setattr(kernel, "move", lambda: runs.append(1))
-    monkeypatch.setattr(timing, "_LONG_MS", long_ms)
-    monkeypatch.setattr(timing, "_usage", lambda: next(told))
-    with pinned(threads):
-        (timed,) = time_groups([kernel], repeats=1, warmup=0)
-    assert len(runs) == attempts and timed.samples_ms.shape == (1, 2)
 
 
 def test_time_groups_keeps_every_sample() -> None:

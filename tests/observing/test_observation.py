@@ -46,35 +46,6 @@ def test_a_call_without_a_backward_pass_is_no_training_step() -> None:
     assert recorder.columns() == ((), {}) and recorder.steps == 2
 
 
-def test_what_is_on_its_way_together_counts_once() -> None:
-    recorder = StepRecorder(DeviceClock(torch.device("cpu")))
-    recorder.next_step()
-    start, _ = recorder.current.start
-
-    def at(ms: float) -> tuple[float, float]:
-        return start + ms * 1e6, 0.0
-
-    for name in ("forward", "backward"):
-        recorder.current.add(name, at(0), at(4))
-    for of, begun, ended in (
-        ("all_to_all", 1, 4),
-        ("all_to_all", 2, 5),
-        ("all_to_all", 7, 8),
-        ("reduce_scatter", 4, 6),
-    ):
-        recorder.current.add(f"outputs {of} span", at(begun), at(ended))
-        recorder.current.add(f"outputs {of} waited", at(ended - 0.25), at(ended))
-    for begun, ended in ((2, 3), (2, 3)):  # one kernel, of two exchanges
-        recorder.current.add("outputs all_to_all kernels", at(begun), at(ended))
-    recorder.next_step()
-    _, columns = recorder.columns()
-    of_all = {"outputs span together": 6.0, "outputs kernels together": 1.0}
-    each = {"outputs all_to_all span": 5.0, "outputs reduce_scatter span": 2.0, "outputs all_to_all waited": 0.75}
-    assert {name: columns[name] for name in of_all | each} == {name: (ms,) for name, ms in (of_all | each).items()}
-    run = observed_run("a", rank_steps(0, 0, steps=1, **columns))
-    assert run.outputs_ms == 5.0 and len(run.collectives) == 2
-
-
 def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     whole = observation(2)
     for rank in range(2):

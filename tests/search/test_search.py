@@ -12,13 +12,11 @@ import pytest
 import torch
 from sharding_tasks import MEMORY, RANKS, sharding_cost
 
-from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
-from dreamshard_planner.cost.compute import CostSource, GivenCost
-from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding, Unit
+from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.search.placing import packed_start
 from dreamshard_planner.search.reshards import ShardingState, wide_swaps
-from dreamshard_planner.search.search import prefer_cheaper_kernels, search
+from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.search.states import in_steps
 
@@ -100,28 +98,6 @@ def test_search_keeps_memory_and_beats_every_start(memory: int) -> None:
     assert again == result
 
 
-def test_no_further_starts_are_made_when_time_is_up() -> None:
-    cost, asked = sharding_cost(9, 5), []
-
-    def further(*arguments):
-        asked.append(arguments[-1])
-        return []
-
-    spent = search(cost, [], SEARCH, seconds=1e-9, further=further)
-    assert asked == [] and spent.cut_short and cost.problem.fits(spent.sharding)
-    unhurried, hurried = (level_starts(cost, OptionTotals(cost), lambda has=has: has) for has in (True, False))
-    assert 0 < len(hurried) < len(unhurried) and hurried == unhurried[: len(hurried)]
-    search(cost, [], replace(SEARCH, reshards=1), seconds=1000.0, further=further)
-    search(cost, [], replace(SEARCH, reshards=1), further=further)
-    assert 0 < asked[0] < 1000.0 and asked[1] is None
-
-    def late(*_):
-        raise TimeoutError
-
-    found = search(cost, [], SEARCH, seconds=1000.0, further=late)
-    assert found.cut_short and replace(found, cut_short=False) == search(cost, [], SEARCH)
-
-
 def test_where_nothing_fits_there_is_no_sharding() -> None:
     cost = sharding_cost(9, 5, 40)
     assert search(cost, [], SEARCH) is None
@@ -172,47 +148,3 @@ def test_bytes_alone_find_a_start(seed: int) -> None:
     start = packed_start(cost.problem)
     assert start is not None and cost.problem.fits(start)
     assert packed_start(sharding_cost(12, seed, memory=int(0.9 * total / RANKS)).problem) is None
-
-
-DEVICE_MS = (5.0, 1.0, 2.0, 0.5)
-"""Milliseconds of each table in device memory; over the link to the host it takes twice as long."""
-
-
-def in_two_memories(device_memory: int) -> Cost:
-    """Tables of ten bytes, each whole, in device (option 0) or host memory (option 1), on two ranks."""
-    world = CollectiveModel(2, 1e3, 0.0)
-    ms_P = [ms for one in DEVICE_MS for ms in (one, 2 * one)]
-    problem = Problem(
-        num_ranks=2,
-        tables=tuple(
-            (Option((Unit((2 * t,)),), "table_wise"), Option((Unit((2 * t + 1,)),), "table_wise", "fused_uvm"))
-            for t in range(len(DEVICE_MS))
-        ),
-        names=tuple(f"t{t}" for t in range(len(DEVICE_MS))),
-        features_PF=torch.zeros(len(ms_P), 1),
-        group_P=torch.zeros(len(ms_P), dtype=torch.int64),
-        num_groups=1,
-        needs_PM=torch.tensor([[10, 0], [0, 10]] * len(DEVICE_MS)),
-        limits_DM=torch.tensor([[device_memory, 100]] * 2),
-        bytes_PC=torch.zeros(len(ms_P), 1, dtype=torch.float64),
-        collectives=Collectives([Collective("none", "world", world, world)], 2, world),
-    )
-    latent_PH = torch.tensor([[1.0, ms / 3, 2 * ms / 3] for ms in ms_P], dtype=torch.float64)
-    return Cost(problem, GivenCost(CostSource("given", "by hand")), latent_PH)
-
-
-@pytest.mark.parametrize(
-    ("device_memory", "options"),
-    [(100, (0, 0, 0, 0)), (20, (0, 0, 0, 1)), (10, (0, 1, 0, 1)), (0, (0, 1, 1, 1))],
-    ids=["room for all", "for two", "for one", "for none"],
-)
-def test_tables_move_into_device_memory_those_that_gain_most_first(
-    device_memory: int, options: tuple[int, ...]
-) -> None:
-    cost = in_two_memories(device_memory)
-    # The first table alone is the bottleneck: all else is on the other rank, in host memory.
-    before = Sharding((0, 1, 1, 1), ((0,), (1,), (1,), (1,)))
-    after = prefer_cheaper_kernels(cost, before)
-    assert after.options == options and after.positions == before.positions
-    assert cost.overall_ms(after) <= cost.overall_ms(before)
-    assert prefer_cheaper_kernels(cost, after) == after

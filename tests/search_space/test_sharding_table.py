@@ -23,11 +23,8 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingType
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.checkpoints.choice import resolve
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES, Exchange, ShardingTypeSpec
 from dreamshard_planner.workload.tables import MEMORIES
 
@@ -107,29 +104,6 @@ def toy_model() -> nn.Module:
     model = nn.Module()
     model.sparse = collection(*(table(f"t{i}", 1000, 64) for i in range(3)))
     return model
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_rows_collectives_carry_its_outputs() -> None:
-    options = ToyEnumerator(TOPOLOGY, SAMPLES).enumerate(toy_model(), [])
-    context = PlanRater(TOPOLOGY, OptionReader(), resolve("auto", "cuda"), "roofline")
-    toys = [option for option in options if (option.sharding_type, option.compute_kernel) == (TOY, "fused")]
-    problem = context.read(toys).problem
-    names = [(each.name, each.over) for each in problem.collectives.collectives]
-    assert names == [
-        (f"sparse {TOY} all-gather", "host"),
-        (f"sparse {TOY} all-to-all", "across"),
-        (f"sparse {TOY} lookups", "world"),
-    ]
-    sent, lookups = SAMPLES * TOPOLOGY.world_size * 64 // HOST * 4, SAMPLES * (8 + 4)
-    for (option,) in problem.tables:
-        (unit,) = option.units
-        assert unit.span == HOST
-        for part in unit.parts:
-            assert problem.bytes_PC[part].tolist() == [sent / HOST, sent / TOPOLOGY.world_size, lookups]
-    for passes, operations in ((0, ("host_all_gather", "across")), (1, ("host_reduce_scatter", "across"))):
-        models = [(each.forward, each.backward)[passes] for each in problem.collectives.collectives[:2]]
-        assert models == [getattr(context.links, operation) for operation in operations]
 
 
 @pytest.mark.usefixtures("toy")
