@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dreamshard_planner import FeatureStatistics, PlanError, SavedPlan, ShardingGroups, compare
+from dreamshard_planner import FeatureStatistics, SavedPlan, ShardingGroups, compare
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from tests.cli.test_commands import run
@@ -52,8 +52,6 @@ def test_a_plan_of_sharding_groups_is_counted_for_all_ranks(tmp_path: Path, cons
     text = run("report", str(tmp_path / "two.json")).stdout
     assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host" in text
     assert json.loads(run("info", str(tmp_path / "two.json"), "--format", "json").stdout)["ranks"] == 8
-
-
 
 
 def test_files_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
