@@ -100,6 +100,8 @@ DAMAGE = {
     "object array": (lambda a: a | {"rows": np.array([{}] * 6, dtype=object)}, "not a readable"),
     "short column": (lambda a: a | {"batch_size": a["batch_size"][:-1]}, "batch_size has shape"),
     "short column of shards stored once": (lambda a: a | {"rows": a["rows"][:-1]}, "shard_index points outside rows"),
+    "index of another kind": (lambda a: a | {"shard_index": a["shard_index"] / 2}, "shard_index is float64"),
+    "empty set": (lambda a: a | {"set_offsets": np.array([0, 2, 2, 6])}, "set_offsets must grow"),
     "altered": (lambda a: a | {"rows": a["rows"] + 1}, "digest"),
     "NaN statistics": (lambda a: a | {"distinct_rows": a["distinct_rows"] * np.nan}, "distinct_rows holds NaN"),
     "lost shards": (lambda a: a | {"set_offsets": np.array([0, 2, 3, 5])}, "set_offsets must run"),

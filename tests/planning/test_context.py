@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from small_models import SHARDERS, collection, ranks_of, table, topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
@@ -16,6 +17,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader,
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.checkpoints.choice import resolve
+from dreamshard_planner.support.fingerprint import canonical
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -108,6 +110,16 @@ def test_the_order_of_constraints_and_statistics_does_not_count() -> None:
     features = TableStatistics(dict(reversed(dict(statistics()).items())))
     one, other = made(constraints=constraints)[0], made(constraints=turned, statistics=features)[0]
     assert one.hash_planner_context_inputs_str() == other.hash_planner_context_inputs_str()
+
+
+def test_texts_of_inputs_tell_them_apart() -> None:
+    texts = [1, 1.0, "1", True, None, [1], {1}, {1: 1}, EmbOptimType.ADAM, torch.ones(1), torch.ones(2), torch.float32]
+    assert len({canonical(text) for text in texts}) == len(texts)
+    assert canonical({"b": 1, "a": {3, 2}}) == canonical({"a": {2, 3}, "b": 1})
+    endless: list = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="hold themselves: list"):
+        canonical(endless)
 
 
 @pytest.mark.parametrize(
