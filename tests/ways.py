@@ -116,6 +116,9 @@ def _train(way: str, model: DistributedModelParallel, given: Iterable[Batch]) ->
         if way == "schedule":
             for group in both.param_groups:
                 group["lr"] = 0.2 / (1 + step)
+        if way not in ("accumulation", "ahead", "twice") or (way == "accumulation" and step % 2 == 0):
+            for optimizer in used:
+                optimizer.zero_grad()
         loss, _ = model(batch)
         losses.append(loss.item())
         waiting.append(loss)
@@ -123,7 +126,7 @@ def _train(way: str, model: DistributedModelParallel, given: Iterable[Batch]) ->
         # TrainPipelineSemiSync. ``twice``: forwards of two batches before their backwards.
         if (way == "twice" and step % 2 == 0) or (way == "ahead" and step == 0):
             continue
-        if way != "accumulation" or step % 2 == 0:
+        if way in ("ahead", "twice"):
             for optimizer in used:
                 optimizer.zero_grad()
         while len(waiting) > (way == "ahead"):
