@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.output import append
 from observed import overhead
 from observed.plans import summary_of
-from observed_steps import recorded
 from tests.torchrun import forked
 
 COMMAND = Path(__file__).parents[2] / "benchmarks" / "observed_steps.py"
@@ -63,15 +61,6 @@ def test_summary_of_models() -> None:
     assert summary["steps"]["step"]["shipped"]["ratio"] == pytest.approx([0.8] * 3)
     assert summary["steps"]["step"]["roofline-learned"]["share_of_win"] == pytest.approx([0.0, 0.5, 1.0])
     assert summary_of([]) == {}
-
-
-def test_records_go_on_with_the_same_settings(tmp_path: Path) -> None:
-    record = tmp_path / "rows.jsonl"
-    assert recorded(record, {"steps": 3}) == []
-    append(record, {"model": 0, "settings": {"steps": 3}})
-    assert [row["model"] for row in recorded(record, {"steps": 3})] == [0]
-    with pytest.raises(ValueError, match="other settings"):
-        recorded(record, {"steps": 4})
 
 
 def test_two_ranks_learn_and_plan(tmp_path: Path) -> None:

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.training import TrainingConfig, pool_tables
-from paper.networks import placement_labels, sent_bytes
 from paper.results import by_kind, compared, pooled, strongest_rule
-from paper.training import Setting, halves, labelled_placements, named_placement
+from paper.training import Setting, halves
 from paper_experiment import main
 
 
@@ -34,23 +31,6 @@ def test_halves_share_no_table_and_are_those_of_the_shipped_training() -> None:
     assert [t.tables for t in test.tasks(setting, 3)] == [t.tables for t in test.tasks(setting, 5)][:3]
     with pytest.raises(ValueError, match="TABLESxDEVICES, e.g. 40x4, got '40x'"):
         Setting.parse("40x")
-
-
-def test_placements_as_labelled_sets() -> None:
-    """A device without tables is an empty set that costs nothing; the rest is by the formula."""
-    train, _ = halves(batch_size=64)
-    (task,) = train.tasks(Setting(4, 3), 1)
-    placements = [named_placement(task, torch.tensor(devices)) for devices in ([0, 0, 2, 2], [1, 0, 2, 0])]
-    assert [len(group) for group in placements[0]] == [2, 0, 2]
-    workloads = [train.workloads_named(group) for placement in placements for group in placement if group]
-    times = np.arange(1, 11, dtype=float).reshape(5, 1, 2)
-    sets, index_ND = labelled_placements(train, placements, CostDataset.from_sets(workloads, times, {}))
-    assert index_ND.tolist() == [[0, 5, 1], [2, 3, 4]] and sets.labels_ms_X2[5].tolist() == [0, 0]
-    forward, _, _, overall = placement_labels(sets, index_ND, sent_bytes(sets, 3), CollectiveModel(3, 1e6, 0.25))
-    assert forward.tolist() == [[1, 0, 3], [5, 7, 9]]
-    # Two tables of dim 16 for a third of 64 samples, 4 bytes each, to two peers; the latency twice.
-    sent_ms = 2 * 2 * 16 * 64 / 3 * 4 / 1e6
-    assert overall.tolist() == pytest.approx([3 + 4 + 2 * (0.25 + sent_ms), 9 + 10 + 2 * (0.25 + sent_ms)], rel=1e-5)
 
 
 def test_figures_by_hand() -> None:

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import run_dlrm
 from dlrm import job as dlrm
 from dlrm.results import ratio_interval
 from dreamshard_planner import Observation
@@ -84,39 +81,3 @@ def test_interval_of_ratios() -> None:
     assert low < ratio < high and ratio == pytest.approx(0.9, abs=0.02)
     slow_spells = np.where(np.arange(20) % 4 == 0, 3.0, 1.0)  # they hit both, and cancel
     assert ratio_interval(base * 0.9 * slow_spells, base * slow_spells) == pytest.approx((low, ratio, high))
-
-
-def test_one_rank_and_no_torchrec() -> None:
-    done = forked(
-        SCRIPT,
-        "--max-rows=100",
-        "--dim=4",
-        "--batch-size=4",
-        "--steps=1",
-        "--block=1",
-        "--planners=size_greedy",
-        "--train-seconds=0.001",
-        ranks=1,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "x size_greedy" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--planners=torchrec,best"], "planners must be some of dreamshard, .*torchrec, torchrec_default"),
-        (["--steps=-1"], "steps.* must be at least 0"),
-        ([], "torchrun has to start this"),
-    ],
-    ids=["unknown planner", "negative steps", "no torchrun"],
-)
-def test_what_cannot_run_is_said(
-    options: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["run_dlrm.py", *options])
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        run_dlrm.main()
-    assert ended.value.code == 2
-    assert re.search(reason, capsys.readouterr().err.replace("\n", " "))

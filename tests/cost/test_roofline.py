@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,11 +13,9 @@ from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.workload.features import FEATURE_INDEX, feature_matrix
-from dreamshard_planner.workload.reuse import bin_mean_reuse
 from dreamshard_planner.workload.tables import Workload
 
 NO_FLOOR = Kernels(forward_launch_ms=0.0, backward_launch_ms=0.0)
-GPU_KERNEL = replace(NO_FLOOR, lookup_ns=1e3, lookup_lane_ns=10.0, update_lookup_ns=2e3, update_lane_ns=20.0)
 ONCE = (1.0,) + (0.0,) * 16
 """Reuse of rows that are read once."""
 
@@ -135,42 +132,3 @@ def test_prefetching_hides_behind_the_kernels_of_its_group() -> None:
     busy = [uvm("device")] * 40
     assert total_ms(ahead, *busy) == pytest.approx(total_ms(*busy) + all_cached, rel=1e-5)
     assert total_ms(at_once, *busy) == pytest.approx(total_ms(*busy) + all_cached + link_ms, rel=1e-5)
-
-
-def _gpu_ms(*workloads: Workload, kernels: Kernels = GPU_KERNEL, cache_bytes: float = math.inf) -> list[float]:
-    roofline = RooflineCost(1e12, 1e12, kernels, cache_bytes)
-    return cost_ms(roofline, *workloads)
-
-
-def test_the_longest_bags_of_a_gpus_kernel_and_its_empty_ones() -> None:
-    kernels = replace(NO_FLOOR, lookup_ns=1e-3, lookup_lane_ns=1e-9, step_ns=1e3, bag_ns=1.0)
-    short = Workload("short", 10**6, 4, 1000, 10.0, 10_000.0, ONCE)
-    long = replace(short, name="long", pooling_factor=300.0, distinct_rows=300_000.0)
-    alone = _gpu_ms(long, kernels=kernels)[0]
-    assert alone == pytest.approx(300 * 1e-3 + 1000 * 1e-6 + long.lookups * 1e-9, rel=1e-3)
-    # Tables are computed side by side: only the longest counts, and what is left when it goes.
-    both = alone + 1000 * 1e-6 + short.lookups * 1e-9
-    assert _gpu_ms(long, short, kernels=kernels)[0] == pytest.approx(both, rel=1e-3)
-    roofline = RooflineCost(1e12, 1e12, kernels)
-    short_H, long_H = roofline.encode(feature_matrix([short, long]))
-    left = roofline.group_cost_ms((short_H + long_H) - long_H)
-    torch.testing.assert_close(left, roofline.group_cost_ms(short_H), rtol=1e-6, atol=1e-6)
-    # Bags take their time, with lookups or without.
-    sparse = replace(short, pooling_factor=0.01, distinct_rows=10.0)
-    assert _gpu_ms(sparse, kernels=kernels)[0] == pytest.approx(0.01 * 1e-3 + 1000 * 1e-6, rel=1e-3)
-
-
-def test_a_gpus_cache_holds_the_rows_that_are_read_most() -> None:
-    """200 rows are read once, 100 some 700 times each."""
-    kernels = replace(NO_FLOOR, cache_speedup=1000.0, lookup_bytes=0.0)
-    histogram = (2 / 3,) + (0.0,) * 9 + (1 / 3,) + (0.0,) * 6
-    hot = 100 * float(bin_mean_reuse()[10])
-    table = Workload("t", 10**6, 32, 1000, (200 + hot) / 1000, 300.0, histogram)
-
-    def read_bytes(cache_bytes: float) -> float:
-        roofline = RooflineCost(1.0, 1.0, kernels, cache_bytes)
-        return float(roofline.encode(feature_matrix([table]))[0, 1]) - table.output_elements * 4
-
-    first, again = 300 * 128, (hot - 100) * 128
-    assert read_bytes(100 * 128) == pytest.approx(first + again / 1000, rel=1e-4)
-    assert read_bytes(25 * 128) == pytest.approx(first + again * (0.75 + 0.25 / 1000), rel=1e-4)

@@ -9,8 +9,8 @@ from torchrec.distributed.planner import Topology
 
 from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dense_ms
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.measure.kernels import FusedKernel, check_group
-from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, MAX_SLICES, GroupMix, draw_sets, set_work
+from dreamshard_planner.measure.kernels import check_group
+from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, GroupMix, draw_sets, set_work
 from dreamshard_planner.training import QUICK, pool_tables
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
 
@@ -72,23 +72,6 @@ def test_sets_stay_within_their_work(device: str) -> None:
 
 def draw(*kinds: str) -> list:
     return draw_sets(TABLES, 150, 1, (64, 256), shard_share=1, kinds=kinds)
-
-
-def test_column_slices_repeat_every_lookup() -> None:
-    narrow, sets = 0, draw("column")
-    for group in sets:
-        check_group(group)
-        names = [shard.name for shard in group]
-        for shard in group:
-            table = OF_NAME[shard.name]
-            assert shard.rows == table.rows and shard.pooling_factor == table.pooling_factor
-            assert shard.dim % 4 == 0 and (shard.dim <= table.dim / 2 or table.dim == 4)
-            assert names.count(shard.name) <= min(MAX_SLICES, max(1, table.dim // shard.dim))
-            narrow += shard.dim == 4 < table.dim
-    assert narrow > 20
-    group = max(sets, key=len)  # runs as one kernel
-    output = FusedKernel(group, "cpu").forward()
-    assert output.shape == (group[0].batch_size, sum(shard.num_features * shard.dim for shard in group))
 
 
 def test_a_share_of_all_sets_is_of_shards() -> None:

@@ -58,14 +58,6 @@ def test_a_card_that_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(monkeypatch, 1, Card("old", GB, (7, 0)))[0].hbm_mem_bw == GPUS["a100-40"].memory_bytes_per_s / 1e3
 
 
-def test_ranks_with_different_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    topology, text = read(monkeypatch, 2, H100, A100)
-    assert [device.storage.hbm for device in topology.devices] == [H100.memory_bytes, A100.memory_bytes]
-    assert topology.hbm_mem_bw == 1555e6 and topology.comms_bandwidths.intra_host_bw == 300e6
-    assert card_of(topology) == A100.name
-    assert text.startswith(f"1 x {H100.name} and 1 x {A100.name}, read from the driver: 42.4 to 85.0 GB each at 1,555")
-
-
 def test_cpu_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     topology, text = read(monkeypatch, 2, None, None)
     assert {device.storage.ddr for device in topology.devices} == {HOST_BYTES // 2} and card_of(topology) is None

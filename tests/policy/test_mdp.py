@@ -9,17 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from placement_tasks import make_cost
 from sharding_tasks import RANKS, sharding_cost
 
-from common.whole_tables import rolled_out as rolled_out_whole
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.policy.mdp import EstimatedMDP, ShardingTask, Sweep
 from dreamshard_planner.policy.network import (
     STARTS,
     SUBSETS,
-    SURVIVORS,
     SWEEPS,
     Policy,
     PolicyConfig,
@@ -68,14 +65,6 @@ def test_later_sweeps_make_plans_cheaper(seed: int) -> None:
     assert np.log(all_sweeps).mean() < np.log(first).mean() - 0.02
 
 
-def test_the_best_episodes_go_on_and_no_plan_twice() -> None:
-    cost = sharding_cost(6)
-    environment = roll_out(Policy(PolicyConfig()), task_of(cost), 8, survivors=SURVIVORS)
-    assert len(environment.shardings()) == 1  # greedy episodes of one policy are one plan
-    plans = roll_out(Policy(PolicyConfig()), task_of(cost), 8, types_EN=subset_types(), survivors=SURVIVORS)
-    assert 1 < len(plans.shardings()) <= SURVIVORS
-
-
 @pytest.mark.parametrize("memory", [420, 600])
 def test_plans_keep_within_memory(memory: int) -> None:
     cost = sharding_cost(8, memory=memory)
@@ -116,14 +105,6 @@ def test_equal_whole_tables_are_evened_out(policy: Policy) -> None:
     problem = replace(cost.problem, tables=(whole,) * (2 * RANKS), names=("t",) * 2 * RANKS)
     plan = starts_of(Cost(problem, cost.compute, cost.latent_PH), policy)[0]
     assert sorted(places[0] for places in plan.positions) == sorted([*range(RANKS)] * 2)
-
-
-def test_whole_tables_are_the_special_case_of_one_option() -> None:
-    cost = make_cost(17, 4)
-    rank_S = rolled_out_whole(prior_policy(), cost)
-    assert rank_S.shape == (17,) and int(rank_S.max()) < 4
-    in_order_S = torch.arange(17) % 4
-    assert cost.rate(rank_S[None]).overall_ms_B < cost.rate(in_order_S[None]).overall_ms_B
 
 
 def test_starts_come_cheapest_first_and_are_given_up_when_late() -> None:

@@ -12,7 +12,7 @@ from small_models import SHARDERS, TABLE_WISE, collection, planner, ranks_of, sm
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopStorageModel
-from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
+from torchrec.distributed.planner.proposers import UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -64,27 +64,6 @@ def test_given_components_are_used() -> None:
     report = made.report()
     assert report.rivals == () and report.chosen.total_ms == made.predict(made.options).total_ms
     assert any("OnTheLastRank" in note.text for note in report.notes)
-
-
-def test_many_proposals_are_compared_before_the_best_is_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[bool] = []
-    placed = components.place_proposal
-
-    def counting(*args, quickly: bool = False, **kwargs):
-        searched.append(not quickly)
-        return placed(*args, quickly=quickly, **kwargs)
-
-    monkeypatch.setattr(components, "place_proposal", counting)
-    devices, model = topology(4, device="cuda"), collection(*(table(f"t{i}", 10_000 * (i + 1)) for i in range(9)))
-    made = planner(topology=devices, proposer=[GreedyProposer(), UniformProposer()])
-    made.plan(model, SHARDERS)
-    assert searched.count(False) > 10 and searched.count(True) == 1
-    report = made.report()
-    assert not any(note.code == "callbacks" for note in report.notes) and report.candidates > 0
-    types = {option.name: ParameterConstraints(sharding_types=[option.sharding_type]) for option in made.options}
-    alone = planner(topology=devices, constraints=types, proposer=UniformProposer())
-    alone.plan(model, SHARDERS)
-    assert report.chosen.total_ms <= alone.report().chosen.total_ms * (1 + 1e-6)
 
 
 def test_a_given_performance_model_decides() -> None:
