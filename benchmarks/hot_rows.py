@@ -13,10 +13,18 @@ blocks.
 With --hot-rows, so many rows of each table are hot, whatever the planner would choose. On one rank this shows what
 splitting takes: nothing is exchanged, and each pass is timed by itself.
 
-Bytes are counted where ranks call collectives: the bytes that a rank sends to others, its mean. FBGEMM has no CPU
-kernel for index dedup; ``common/dedup_on_cpu.py`` is a slow one, so steps with it are slower than its bytes suggest.
+With --pooled, table_wise tables of the MLPerf DLRM (multi-hot Criteo) are trained without hot rows. The bytes of their
+lookups are the most that hot rows could save, since every sample's vector is sent anyhow.
 
-Shapes: B samples of a rank, L lookups, D dim, N rounds.
+Bytes are counted where ranks call collectives: the bytes that a rank sends to others, its mean. Those of vectors are
+outputs and gradients. FBGEMM has no CPU kernel for index dedup; ``common/dedup_on_cpu.py`` is a slow one, so steps with
+it are slower than its bytes suggest.
+
+The exchange of vectors is predicted by collectives that the ranks measure first, as for ``dreamshard calibrate``. To
+compare, the collectives of a step run again, one after the other, from a barrier each, and take as long as the slowest
+rank.
+
+Shapes: B samples of a rank, L lookups, D dim, N rounds, C collectives of a step.
 """
 
 from __future__ import annotations
@@ -26,6 +34,9 @@ import json
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +46,13 @@ import common.fast_kernels  # noqa: F401 (before torch)
 import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.stats import trim_mean
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -48,11 +61,15 @@ from common.dedup_on_cpu import dedup_on_cpu
 from common.output import append, interval, provenance, quiet
 from dlrm.options import Node, cpu_rank
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.hot_rows.routing import HotIndex
+from dreamshard_planner.measure.collectives import TRIMMED, measure
 from dreamshard_planner.workload.hot_rows import HotRows
+from dreamshard_planner.workload.pools import named_pool
 
-FEATURES, BATCHES, COUNTED, PASSES = ["f0", "f1"], 2, 8, 20
+FEATURES, BATCHES, COUNTED, PASSES, EXCHANGES = ["f0", "f1"], 2, 8, 20, 31
 ROW_WISE, DEDUP, HOT = "row_wise", "row_wise, index dedup", "hot rows"
 
 
@@ -76,61 +93,112 @@ class SequenceModel(nn.Module):
         return (self.top(torch.cat(means, 1)) - 1).square().mean()
 
 
+class PooledModel(nn.Module):
+    """All pooled vectors of a sample into one linear layer."""
+
+    def __init__(self, rows: list[int], dim: int) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=f"t{i}", num_embeddings=count, embedding_dim=dim, feature_names=[f"f{i}"])
+            for i, count in enumerate(rows)
+        ]
+        self.ec = EmbeddingBagCollection(configs, device=torch.device("meta"))
+        apply_optimizer_in_backward(RowWiseAdagrad, self.ec.parameters(), {"lr": 0.1, "eps": 1e-3})
+        self.top = nn.Linear(dim * len(rows), 1)
+
+    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
+        """Return the loss: the square of the output's distance to 1."""
+        return (self.top(self.ec(batch).values()) - 1).square().mean()
+
+
 class PowerLaw:
     """Draws batches: the k-th most read row is read as often as k ** -exponent."""
 
-    def __init__(self, args: argparse.Namespace, exponent: float) -> None:
-        self._args = args
-        self._place = torch.randperm(args.rows, generator=torch.Generator().manual_seed(1))
-        self._below = (torch.arange(1, args.rows + 1, dtype=torch.float64) ** -exponent).cumsum(0)
+    def __init__(self, rows: int, exponent: float) -> None:
+        self.rows = rows
+        self._place = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+        self._below = (torch.arange(1, rows + 1, dtype=torch.float64) ** -exponent).cumsum(0)
 
     def hottest(self, rows: int) -> Tensor:
         """Return the ids of the rows that are read most."""
         return self._place[:rows]
 
-    def batches(self, number: int, seed: int) -> list[KeyedJaggedTensor]:
-        """Return so many batches of a rank."""
-        generator, args = torch.Generator().manual_seed(seed), self._args
-        bags, made = args.batch_size * len(FEATURES), []
-        for _ in range(number):
-            at = torch.rand(bags * args.lookups, generator=generator, dtype=torch.float64) * self._below[-1]
-            ids = self._place[torch.searchsorted(self._below, at).clamp_max(args.rows - 1)]
-            lengths = torch.full((bags,), args.lookups, dtype=torch.int32)
-            made.append(KeyedJaggedTensor(FEATURES, ids, lengths=lengths))
-        return made
+    def ids(self, number: int, generator: torch.Generator) -> Tensor:
+        """Return so many lookups."""
+        at = torch.rand(number, generator=generator, dtype=torch.float64) * self._below[-1]
+        return self._place[torch.searchsorted(self._below, at).clamp_max(self.rows - 1)]
 
 
-class SentBytes:
-    """Counts the bytes that a rank sends to others in collectives that Python calls."""
+def drawn(laws: list[PowerLaw], lookups: list[int], batch_size: int, number: int, seed: int) -> list[KeyedJaggedTensor]:
+    """Return batches of a rank, whose feature i reads a table by law i."""
+    generator, names = torch.Generator().manual_seed(seed), [f"f{i}" for i in range(len(laws))]
+    lengths = torch.tensor(lookups, dtype=torch.int32).repeat_interleave(batch_size)
+    return [
+        KeyedJaggedTensor(
+            names,
+            torch.cat([law.ids(count * batch_size, generator) for law, count in zip(laws, lookups, strict=True)]),
+            lengths=lengths,
+        )
+        for _ in range(number)
+    ]
+
+
+class Exchanges:
+    """Counts the bytes that a rank sends to others in collectives that Python calls, and keeps these to run again."""
+
+    INPUTS = {"all_to_all_single": "input", "all_reduce": "tensor"}
 
     def __init__(self) -> None:
-        self.total = 0.0
-        dist.all_to_all_single = self._counting(dist.all_to_all_single, self._all_to_all)
-        dist.all_reduce = self._counting(dist.all_reduce, self._all_reduce)
+        self.sent_bytes = {"lookups": 0.0, "vectors": 0.0}
+        self.kept: list[Callable[[], Any]] = []
+        for name in self.INPUTS:
+            setattr(dist, name, partial(self._counted, name, getattr(dist, name)))
 
-    def _counting(self, call: Callable[..., Any], sent: Callable[..., float]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.total += sent(*args, **kwargs)
-            return call(*args, **kwargs)
+    def begin(self) -> None:
+        """Begin to count a step."""
+        self.sent_bytes, self.kept = dict.fromkeys(self.sent_bytes, 0.0), []
 
-        return counted
+    def _counted(self, name: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        arguments = signature(call).bind(*given, **named).arguments
+        sent = arguments[self.INPUTS[name]]
+        kind = "vectors" if sent.is_floating_point() else "lookups"
+        if splits := arguments.get("input_split_sizes"):
+            others = 1 - splits[dist.get_rank()] / max(1, sum(splits))
+        else:
+            others = (1 - 1 / dist.get_world_size()) * (2 if name == "all_reduce" else 1)  # a ring's
+        self.sent_bytes[kind] += others * sent.nbytes
+        if kind == "vectors":
+            copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
+            self.kept.append(partial(call, **{**copies, "async_op": False}))
+        return call(*given, **named)
 
-    def _all_to_all(self, output: Tensor, input: Tensor, *_: Any, **kwargs: Any) -> float:
-        splits = kwargs.get("input_split_sizes")
-        own = input.numel() / dist.get_world_size()
-        if splits:
-            own = input.numel() * splits[dist.get_rank()] / max(1, sum(splits))
-        return (input.numel() - own) * input.element_size()
 
-    def _all_reduce(self, tensor: Tensor, *_: Any, **kwargs: Any) -> float:
-        return 2 * tensor.numel() * tensor.element_size() * (1 - 1 / dist.get_world_size())  # a ring's
+def alone_ms(steps: dict[str, list[Callable[[], Any]]], repeats: int) -> dict[str, float]:
+    """Return the milliseconds of each step's collectives, run one after the other."""
+    times: dict[str, list[list[float]]] = {name: [] for name in steps}
+    with torch.no_grad():
+        for _ in range(repeats):
+            for name, calls in steps.items():
+                times[name].append([timed_ms(call, dist.barrier, lambda: None) for call in calls])
+    found = {}
+    for name, ms_RC in times.items():
+        slowest_RC = torch.tensor(ms_RC, dtype=torch.float64)
+        dist.all_reduce(slowest_RC, op=dist.ReduceOp.MAX)
+        found[name] = float(trim_mean(slowest_RC.numpy(), TRIMMED, axis=0).sum())
+    return found
 
 
 class Contender:
     """A sharded model in training."""
 
     def __init__(
-        self, name: str, args: argparse.Namespace, law: PowerLaw, statistics: TableStatistics | None, node: Node
+        self,
+        name: str,
+        args: argparse.Namespace,
+        law: PowerLaw,
+        statistics: TableStatistics | None,
+        node: Node,
+        checkpoint: Checkpoint,
     ) -> None:
         rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
         self.planner = DreamShardPlanner(
@@ -139,6 +207,7 @@ class Contender:
             constraints={f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(len(FEATURES))},
             hot_rows_bytes=int(rank_bytes * args.memory) if name == HOT and statistics else 0,
             optimizers_attached=True,
+            checkpoint=checkpoint,
             debug=False,
         )
         sharders = [EmbeddingCollectionSharder(use_index_dedup=name == DEDUP)]
@@ -179,12 +248,12 @@ class Contender:
         return np.median(ms_N2, 0).tolist()
 
 
-def timed_ms(call: Callable[[], Any], synchronize: Callable[[], None]) -> float:
-    """Return the milliseconds of a call, from and to an idle device."""
-    synchronize()
+def timed_ms(call: Callable[[], Any], begin: Callable[[], Any], end: Callable[[], Any] | None = None) -> float:
+    """Return the milliseconds of a call, from when it may begin until its end; both wait for a device by default."""
+    begin()
     start = time.perf_counter()
     call()
-    synchronize()
+    (end or begin)()
     return 1e3 * (time.perf_counter() - start)
 
 
@@ -202,23 +271,64 @@ def split_alone(
     }
 
 
-def measured(args: argparse.Namespace, exponent: float, node: Node, sent: SentBytes) -> dict[str, Any]:
+def sent_bytes(exchanges: Exchanges, node: Node) -> dict[str, float]:
+    """Return the counted bytes by kind, mean over ranks."""
+    mean_2 = torch.tensor([*exchanges.sent_bytes.values()], dtype=torch.float64, device=node.device) / node.world_size
+    kinds = [*exchanges.sent_bytes]
+    dist.all_reduce(mean_2)
+    return dict(zip(kinds, mean_2.tolist(), strict=True))
+
+
+def pooled(args: argparse.Namespace, exponent: float, node: Node, exchanges: Exchanges) -> dict[str, Any]:
+    """Count the bytes of pooled tables, and the share of their lookups whose rows are read once or more."""
+    tables = named_pool("mlperf_dlrm_dcnv2")
+    rows = [min(args.rows, table.rows) for table in tables]
+    lookups = [round(table.features[0].pooling_factor) for table in tables]
+    laws = [PowerLaw(count, exponent) for count in rows]
+    (batch,) = drawn(laws, lookups, args.batch_size, 1, seed=node.rank)
+    statistics = TableStatistics.from_batches(
+        drawn(laws, lookups, args.batch_size, COUNTED, seed=100 + node.rank)
+    ).all_gather()
+    constraints = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(len(rows))}
+    planner = DreamShardPlanner(batch_size=args.batch_size, constraints=constraints, debug=False)
+    model = PooledModel(rows, args.dim)
+    sharded = DistributedModelParallel(
+        model, device=node.device, plan=planner.collective_plan(model, get_default_sharders(), dist.group.WORLD)
+    )
+    exchanges.begin()
+    sharded(batch.to(node.device)).backward()
+    sent = sent_bytes(exchanges, node)
+    hot = sum(sum(reads for reads in one.hot.reads if reads >= 1) for one in statistics.values() if one.hot)
+    return {
+        "exponent": exponent,
+        "lookups": sum(lookups) * args.batch_size,
+        "sent_bytes": sent,
+        "share_of_lookups": sent["lookups"] / sum(sent.values()),
+        "hot_share": hot / (sum(lookups) * args.batch_size),
+    }
+
+
+def measured(
+    args: argparse.Namespace, exponent: float, node: Node, exchanges: Exchanges, checkpoint: Checkpoint
+) -> dict[str, Any]:
     """Train all contenders on reads by one power law."""
-    law, statistics = PowerLaw(args, exponent), None
+    law, statistics = PowerLaw(args.rows, exponent), None
+    draw = partial(drawn, [law] * len(FEATURES), [args.lookups] * len(FEATURES), args.batch_size)
     if not args.hot_rows:
-        statistics = TableStatistics.from_batches(law.batches(COUNTED, seed=100 + node.rank)).all_gather()
-    batches, order = [one.to(node.device) for one in law.batches(BATCHES, seed=node.rank)], random.Random(0)
+        statistics = TableStatistics.from_batches(draw(COUNTED, seed=100 + node.rank)).all_gather()
+    batches, order = [one.to(node.device) for one in draw(BATCHES, seed=node.rank)], random.Random(0)
     names = (ROW_WISE, HOT) if args.hot_rows else (ROW_WISE, DEDUP, HOT)
-    contenders = {name: Contender(name, args, law, statistics, node) for name in names}
+    contenders = {name: Contender(name, args, law, statistics, node, checkpoint) for name in names}
     bytes_sent: dict[str, float] = {}
+    steps: dict[str, list[Callable[[], Any]]] = {}
     for name, contender in contenders.items():
         contender.train(batches[:1])
-        before = sent.total
-        contender.train(batches)
-        mean = torch.tensor((sent.total - before) / len(batches), dtype=torch.float64, device=node.device)
-        dist.all_reduce(mean)
-        bytes_sent[name] = float(mean) / node.world_size
-        contender.blocks_ms.clear()
+        exchanges.begin()
+        contender.model(batches[0]).backward()
+        steps[name] = exchanges.kept
+        bytes_sent[name] = sum(sent_bytes(exchanges, node).values())
+        exchanges.begin()
+    exchange_ms = alone_ms({name: steps[name] for name in (ROW_WISE, HOT)}, EXCHANGES) if node.world_size > 1 else {}
     for _ in range(args.rounds):
         for name in order.sample(sorted(contenders), len(contenders)):
             contenders[name].train(batches)
@@ -243,14 +353,22 @@ def measured(args: argparse.Namespace, exponent: float, node: Node, sent: SentBy
     for note in contenders[HOT].planner.report().notes:
         predicted |= note.figures if note.code == "hot_rows" else {}
     rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
+    predicted_ms = {name: vectors_ms(contenders[name].planner) for name in exchange_ms}
     return {
         **told,
+        "exchange_ms": exchange_ms,
+        "predicted_over_measured_exchange": {name: predicted_ms[name] / ms for name, ms in exchange_ms.items()},
         "hot_rows": predicted["rows"],
         "memory_share": predicted["memory_bytes"] / rank_bytes,
         "sent_over_row_wise": {name: sent / bytes_sent[ROW_WISE] for name, sent in bytes_sent.items()},
         "predicted": predicted,
         "predicted_over_counted_bytes": predicted["after_bytes"] / bytes_sent[HOT] if predicted["rows"] else None,
     }
+
+
+def vectors_ms(planner: DreamShardPlanner) -> float:
+    """Return the predicted milliseconds of exchanges, but for those of lookups."""
+    return sum(ms for name, ms in planner.report().collectives if not name.endswith((" lookups", " bucketing")))
 
 
 def main() -> None:
@@ -264,14 +382,22 @@ def main() -> None:
     parser.add_argument("--hot-rows", type=int, default=0, help="of each table; 0: the planner chooses")
     parser.add_argument("--exponents", default="1.05,0.8,0", help="of the power laws; 0: all rows alike")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--measure-seconds", type=float, default=60, help="to measure collectives, before each law")
+    parser.add_argument("--pooled", action="store_true", help="count the bytes of pooled tables, up to --rows each")
     parser.add_argument("--record", type=Path, help="add lines to this file")
     args = parser.parse_args()
     quiet()
     dedup_on_cpu()
     with cpu_rank() as node:
-        sent = SentBytes()
+        exchanges, checkpoint = Exchanges(), resolve("auto", node.device.type)
         for exponent in map(float, args.exponents.split(",")):
-            told = measured(args, exponent, node, sent)
+            if args.pooled:
+                told = pooled(args, exponent, node, exchanges)
+            else:
+                if node.world_size > 1:
+                    known = measure(node.device, seconds=args.measure_seconds).metadata()
+                    checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "collectives": known})
+                told = measured(args, exponent, node, exchanges, checkpoint)
             if node.rank == 0:
                 print(json.dumps(told, indent=1), flush=True)
                 if args.record:
