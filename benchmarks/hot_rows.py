@@ -20,9 +20,9 @@ Bytes are counted where ranks call collectives: the bytes that a rank sends to o
 outputs and gradients. FBGEMM has no CPU kernel for index dedup; ``common/dedup_on_cpu.py`` is a slow one, so steps with
 it are slower than its bytes suggest.
 
-The exchange of vectors is predicted by collectives that the ranks measure first, as for ``dreamshard calibrate``. To
-compare, the collectives of a step run again, one after the other, from a barrier each, and take as long as the slowest
-rank.
+The exchange of vectors is predicted by collectives that the ranks measure first, as for ``dreamshard calibrate``. Then
+the collectives of a step run again, one after the other, from a barrier each, and take as long as the slowest rank.
+Both come in rounds, since other work on the machine changes.
 
 Shapes: B samples of a rank, L lookups, D dim, N rounds, C collectives of a step.
 """
@@ -69,7 +69,7 @@ from dreamshard_planner.measure.collectives import TRIMMED, measure
 from dreamshard_planner.workload.hot_rows import HotRows
 from dreamshard_planner.workload.pools import named_pool
 
-FEATURES, BATCHES, COUNTED, PASSES, EXCHANGES = ["f0", "f1"], 2, 8, 20, 31
+FEATURES, BATCHES, COUNTED, PASSES, EXCHANGE_ROUNDS, REPEATS = ["f0", "f1"], 2, 8, 20, 7, 9
 ROW_WISE, DEDUP, HOT = "row_wise", "row_wise, index dedup", "hot rows"
 
 
@@ -198,25 +198,25 @@ class Contender:
         law: PowerLaw,
         statistics: TableStatistics | None,
         node: Node,
-        checkpoint: Checkpoint,
     ) -> None:
         rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
-        self.planner = DreamShardPlanner(
-            batch_size=args.batch_size,
-            statistics=statistics,
-            constraints={f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(len(FEATURES))},
-            hot_rows_bytes=int(rank_bytes * args.memory) if name == HOT and statistics else 0,
-            optimizers_attached=True,
-            checkpoint=checkpoint,
-            debug=False,
-        )
+        self._settings = {
+            "batch_size": args.batch_size,
+            "statistics": statistics,
+            "constraints": {f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(len(FEATURES))},
+            "hot_rows_bytes": int(rank_bytes * args.memory) if name == HOT and statistics else 0,
+            "optimizers_attached": True,
+            "debug": False,
+        }
+        self.planner = DreamShardPlanner(**self._settings)
         sharders = [EmbeddingCollectionSharder(use_index_dedup=name == DEDUP)]
+        self._rows_and_dim, self._topology = (args.rows, args.dim), node.topology()
         model = SequenceModel(args.rows, args.dim)
         plan = self.planner.collective_plan(model, sharders, dist.group.WORLD)
         if name == HOT and args.hot_rows:
             plan = replicate_hot_rows(plan, {f"ec.t{i}": law.hottest(args.hot_rows) for i in range(len(FEATURES))})
         self.model = DistributedModelParallel(model, device=node.device, plan=plan, sharders=sharders)
-        self._synchronize = node.synchronize
+        self._plan, self._sharders, self._synchronize = plan, sharders, node.synchronize
         for value in self.model.state_dict().values():
             for shard in getattr(value, "local_shards", list)():
                 shard.tensor.uniform_(-0.01, 0.01)
@@ -224,6 +224,13 @@ class Contender:
         parameters = [value for name, value in self.model.named_parameters() if name.startswith("top.")]
         self._optimizer = torch.optim.SGD(parameters, lr=0.1)
         self.blocks_ms: list[float] = []
+
+    def vectors_ms(self, checkpoint: Checkpoint) -> float:
+        """Predict the milliseconds of the exchange of vectors by a checkpoint's collectives."""
+        planner = DreamShardPlanner(self._topology, checkpoint=checkpoint, **self._settings)
+        planner.read(SequenceModel(*self._rows_and_dim), self._sharders)
+        told = planner.saved_plan(self._plan).predicted.collectives
+        return sum(ms for name, ms in told if not name.endswith((" lookups", " bucketing")))
 
     def train(self, batches: list[KeyedJaggedTensor]) -> None:
         """Train a block, timed by the slowest rank."""
@@ -308,9 +315,17 @@ def pooled(args: argparse.Namespace, exponent: float, node: Node, exchanges: Exc
     }
 
 
-def measured(
-    args: argparse.Namespace, exponent: float, node: Node, exchanges: Exchanges, checkpoint: Checkpoint
-) -> dict[str, Any]:
+def exchange_of_round(
+    args: argparse.Namespace, contenders: dict[str, Contender], steps: dict[str, list[Callable[[], Any]]], node: Node
+) -> dict[str, tuple[float, float]]:
+    """Measure collectives, and return predicted and measured milliseconds of the exchange of vectors."""
+    known, shipped = measure(node.device, seconds=args.measure_seconds).metadata(), resolve("auto", node.device.type)
+    checkpoint = replace(shipped, metadata={**shipped.metadata, "collectives": known})
+    took_ms = alone_ms({name: steps[name] for name in contenders}, REPEATS)
+    return {name: (one.vectors_ms(checkpoint), took_ms[name]) for name, one in contenders.items()}
+
+
+def measured(args: argparse.Namespace, exponent: float, node: Node, exchanges: Exchanges) -> dict[str, Any]:
     """Train all contenders on reads by one power law."""
     law, statistics = PowerLaw(args.rows, exponent), None
     draw = partial(drawn, [law] * len(FEATURES), [args.lookups] * len(FEATURES), args.batch_size)
@@ -318,17 +333,21 @@ def measured(
         statistics = TableStatistics.from_batches(draw(COUNTED, seed=100 + node.rank)).all_gather()
     batches, order = [one.to(node.device) for one in draw(BATCHES, seed=node.rank)], random.Random(0)
     names = (ROW_WISE, HOT) if args.hot_rows else (ROW_WISE, DEDUP, HOT)
-    contenders = {name: Contender(name, args, law, statistics, node, checkpoint) for name in names}
+    contenders = {name: Contender(name, args, law, statistics, node) for name in names}
     bytes_sent: dict[str, float] = {}
     steps: dict[str, list[Callable[[], Any]]] = {}
     for name, contender in contenders.items():
         contender.train(batches[:1])
         exchanges.begin()
         contender.model(batches[0]).backward()
-        steps[name] = exchanges.kept
+        if name != DEDUP:
+            steps[name] = exchanges.kept
         bytes_sent[name] = sum(sent_bytes(exchanges, node).values())
         exchanges.begin()
-    exchange_ms = alone_ms({name: steps[name] for name in (ROW_WISE, HOT)}, EXCHANGES) if node.world_size > 1 else {}
+    exchanged = [
+        exchange_of_round(args, {name: contenders[name] for name in (ROW_WISE, HOT)}, steps, node)
+        for _ in range(EXCHANGE_ROUNDS if node.world_size > 1 else 0)
+    ]
     for _ in range(args.rounds):
         for name in order.sample(sorted(contenders), len(contenders)):
             contenders[name].train(batches)
@@ -353,22 +372,15 @@ def measured(
     for note in contenders[HOT].planner.report().notes:
         predicted |= note.figures if note.code == "hot_rows" else {}
     rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
-    predicted_ms = {name: vectors_ms(contenders[name].planner) for name in exchange_ms}
     return {
         **told,
-        "exchange_ms": exchange_ms,
-        "predicted_over_measured_exchange": {name: predicted_ms[name] / ms for name, ms in exchange_ms.items()},
+        "exchange_predicted_measured_ms": exchanged,
         "hot_rows": predicted["rows"],
         "memory_share": predicted["memory_bytes"] / rank_bytes,
         "sent_over_row_wise": {name: sent / bytes_sent[ROW_WISE] for name, sent in bytes_sent.items()},
         "predicted": predicted,
         "predicted_over_counted_bytes": predicted["after_bytes"] / bytes_sent[HOT] if predicted["rows"] else None,
     }
-
-
-def vectors_ms(planner: DreamShardPlanner) -> float:
-    """Return the predicted milliseconds of exchanges, but for those of lookups."""
-    return sum(ms for name, ms in planner.report().collectives if not name.endswith((" lookups", " bucketing")))
 
 
 def main() -> None:
@@ -382,22 +394,16 @@ def main() -> None:
     parser.add_argument("--hot-rows", type=int, default=0, help="of each table; 0: the planner chooses")
     parser.add_argument("--exponents", default="1.05,0.8,0", help="of the power laws; 0: all rows alike")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--measure-seconds", type=float, default=60, help="to measure collectives, before each law")
+    parser.add_argument("--measure-seconds", type=float, default=15, help="to measure collectives, a round")
     parser.add_argument("--pooled", action="store_true", help="count the bytes of pooled tables, up to --rows each")
     parser.add_argument("--record", type=Path, help="add lines to this file")
     args = parser.parse_args()
     quiet()
     dedup_on_cpu()
     with cpu_rank() as node:
-        exchanges, checkpoint = Exchanges(), resolve("auto", node.device.type)
+        exchanges = Exchanges()
         for exponent in map(float, args.exponents.split(",")):
-            if args.pooled:
-                told = pooled(args, exponent, node, exchanges)
-            else:
-                if node.world_size > 1:
-                    known = measure(node.device, seconds=args.measure_seconds).metadata()
-                    checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "collectives": known})
-                told = measured(args, exponent, node, exchanges, checkpoint)
+            told = (pooled if args.pooled else measured)(args, exponent, node, exchanges)
             if node.rank == 0:
                 print(json.dumps(told, indent=1), flush=True)
                 if args.record:

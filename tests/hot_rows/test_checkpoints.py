@@ -53,6 +53,31 @@ def test_training_resumes_under_another_hot_set(tmp_path: Path) -> None:
             assert resumed_logits == pytest.approx(logits, abs=1e-5), name
 
 
+def _save(rank: Rank, folder: str) -> None:
+    """Save trainings without and with hot rows."""
+    for name, hot in (("whole", None), ("hot", HOT)):
+        model = sharded(TRAINING, rank, hot)
+        train(TRAINING, model, batches(rank, 0, STEPS // 2))
+        save_across_plans(_state(model), f"{folder}/{name}")
+
+
+def _load(rank: Rank, folder: str) -> list[tuple[list[float], list[float]]]:
+    """Losses and logits of the ranks that are left: whole tables go on whole, hot rows with another hot set."""
+    found = []
+    for name, hot in (("whole", None), ("hot", DRIFTED)):
+        model = sharded(TRAINING, rank, hot)
+        load_across_plans(_state(model), f"{folder}/{name}")
+        found.append((train(TRAINING, model, batches(rank, STEPS // 2, STEPS // 2)), evaluate(model, rank)))
+    return found
+
+
+def test_training_goes_on_after_a_rank_is_lost(tmp_path: Path) -> None:
+    run_on_ranks(_save, str(tmp_path), world_size=4)
+    for (losses, logits), (hot_losses, hot_logits) in run_on_ranks(_load, str(tmp_path), world_size=3):
+        assert hot_losses == pytest.approx(losses, abs=1e-6)
+        assert hot_logits == pytest.approx(logits, abs=1e-5)
+
+
 def _plain_load(rank: Rank, folder: str) -> tuple[list[float], list[float], str]:
     """Logits of a saved model, of one loaded by torch alone, and the error if nobody tells the model."""
     saved, loaded = sharded(TRAINING, rank, HOT), sharded(TRAINING, rank, HOT)
