@@ -150,13 +150,16 @@ class Exchanges:
 
     def __init__(self) -> None:
         self.sent_bytes = {"lookups": 0.0, "vectors": 0.0}
-        self.kept: list[Callable[[], Any]] = []
+        self._kept: list[Callable[[], Any]] | None = None
         for name in self.INPUTS:
             setattr(dist, name, partial(self._counted, name, getattr(dist, name)))
 
-    def begin(self) -> None:
-        """Begin to count a step."""
-        self.sent_bytes, self.kept = dict.fromkeys(self.sent_bytes, 0.0), []
+    def of_step(self, step: Callable[[], Any]) -> list[Callable[[], Any]]:
+        """Count the bytes of a step alone, and return its collectives of vectors."""
+        self.sent_bytes, self._kept = dict.fromkeys(self.sent_bytes, 0.0), (kept := [])
+        step()
+        self._kept = None
+        return kept
 
     def _counted(self, name: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
         arguments = signature(call).bind(*given, **named).arguments
@@ -167,9 +170,9 @@ class Exchanges:
         else:
             others = (1 - 1 / dist.get_world_size()) * (2 if name == "all_reduce" else 1)  # a ring's
         self.sent_bytes[kind] += others * sent.nbytes
-        if kind == "vectors":
+        if kind == "vectors" and self._kept is not None:
             copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
-            self.kept.append(partial(call, **{**copies, "async_op": False}))
+            self._kept.append(partial(call, **{**copies, "async_op": False}))
         return call(*given, **named)
 
 
@@ -302,8 +305,7 @@ def pooled(args: argparse.Namespace, exponent: float, node: Node, exchanges: Exc
     sharded = DistributedModelParallel(
         model, device=node.device, plan=planner.collective_plan(model, get_default_sharders(), dist.group.WORLD)
     )
-    exchanges.begin()
-    sharded(batch.to(node.device)).backward()
+    exchanges.of_step(lambda: sharded(batch.to(node.device)).backward())
     sent = sent_bytes(exchanges, node)
     hot = sum(sum(reads for reads in one.hot.reads if reads >= 1) for one in statistics.values() if one.hot)
     return {
@@ -338,12 +340,9 @@ def measured(args: argparse.Namespace, exponent: float, node: Node, exchanges: E
     steps: dict[str, list[Callable[[], Any]]] = {}
     for name, contender in contenders.items():
         contender.train(batches[:1])
-        exchanges.begin()
-        contender.model(batches[0]).backward()
-        if name != DEDUP:
-            steps[name] = exchanges.kept
+        steps[name] = exchanges.of_step(lambda model=contender.model: model(batches[0]).backward())
         bytes_sent[name] = sum(sent_bytes(exchanges, node).values())
-        exchanges.begin()
+        contender.blocks_ms.clear()
     exchanged = [
         exchange_of_round(args, {name: contenders[name] for name in (ROW_WISE, HOT)}, steps, node)
         for _ in range(EXCHANGE_ROUNDS if node.world_size > 1 else 0)
