@@ -8,14 +8,13 @@ Each start is ``DreamShardPlanner(topology, batch_size)`` in a home of the model
 trains until its steps are observed and learned from. TorchRec's planner knows the lookups per sample of all features.
 All models then train in shuffled turns. A round's ratio is of its blocks, and a model's is the median over the rounds.
 A record has one JSON line a model; the same command continues it.
-
-Shapes: R ranks, P plans, N rounds, M models.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import tempfile
 import threading
@@ -27,45 +26,38 @@ import common.fast_kernels  # noqa: F401 (before torch)
 # isort: split
 import numpy as np
 import torch.distributed as dist
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 
-from common.output import append, interval, opened, quiet, table_of, wide_console
-from default_steps import BASE, BATCHES, MOST_ROWS, ratio, row_of
+from common.output import append, opened, quiet, table_of, wide_console
 from dlrm.options import Node, cpu_rank
-from dlrm.random_models import RandomModel, Tables
-from dlrm.steps import Trainee
-from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
+from dlrm.random_models import RandomJob, RandomModel, Tables, mean_ratio
+from dlrm.steps import training_step
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, compare_steps
 from dreamshard_planner.observing.automatic import STEPS, WARM_UP_STEPS
+from dreamshard_planner.observing.step_comparison import ratio_interval
 
-STARTS = ("start 1", "start 2", "start 3")
+BASE, STARTS = "torchrec", ("start 1", "start 2", "start 3")
+MOST_ROWS = (5_000, 100_000, 1_000_000)
+ROUNDS, BLOCK_SECONDS = 12, 0.35
 
 
-def measured(task: Tables, node: Node, steps: int) -> dict[str, Any]:
-    """Return milliseconds of a step under each plan, by rounds; of a block, those of its slowest rank."""
-    batches = [task.batch(index, node.rank) for index in range(BATCHES)]
-    world = Topology(node.world_size, "cpu", local_world_size=node.world_size, ddr_cap=64 << 30)
-    given = {"topology": world, "batch_size": task.batch_size, "stats": [], "debug": False}
-    known = {
-        f"t{index}": ParameterConstraints(pooling_factors=[float(lookups)])
-        for index, (_, _, lookups) in enumerate(task.tables)
-    }
-    planners: dict[str, EmbeddingShardingPlanner] = {BASE: EmbeddingShardingPlanner(**given, constraints=known)}
-    trainees = {BASE: _trainee(task, planners[BASE], batches, node, observe=False)}
+def measured(seed: int, node: Node, steps: int) -> dict[str, Any]:
+    """Return milliseconds of a step under each plan, and what the reports of all starts say."""
+    job, notes = RandomJob(Tables.draw(seed, MOST_ROWS), node), {}
+    plans = {BASE: job.plan(EmbeddingShardingPlanner(**job.given, constraints=job.informed()))}
     for name in STARTS:
-        planners[name] = DreamShardPlanner(**given)
-        trainees[name] = _trainee(task, planners[name], batches, node, observe=True)
-        trainees[name].train(WARM_UP_STEPS + steps + 3, timed=False)
+        planner = DreamShardPlanner(**job.given)
+        model = DistributedModelParallel(RandomModel(job.tables), device=node.device, planner=planner)
+        step, batches = training_step(model, node.device, pipelined=False), itertools.cycle(job.batches)
+        for _ in range(WARM_UP_STEPS + steps + 3):
+            step(batches)
+        plans[name], notes[name] = model.plan, _notes(planner, node)
         wait_for_learning()
         dist.barrier()
-    return {
-        **row_of(task, planners, trainees, node),
-        "notes": {name: _notes(planners[name], node) for name in STARTS},
-    }
-
-
-def _trainee(task: Tables, planner: EmbeddingShardingPlanner, batches: list[Any], node: Node, observe: bool) -> Trainee:
-    model = DistributedModelParallel(RandomModel(task), device=node.device, planner=planner, observe=observe)
-    return Trainee(model, batches, node, pipelined=False)
+        del model, step
+    counts = {"copies": 1, "rounds": ROUNDS, "block_seconds": BLOCK_SECONDS, "observed_steps": 0}
+    compared = compare_steps(job.build, plans, job.batches, **counts, seed=seed)
+    return {**job.row(compared), "notes": notes, "observed_steps": steps}
 
 
 def wait_for_learning() -> None:
@@ -83,16 +75,20 @@ def _notes(planner: DreamShardPlanner, node: Node) -> list[str]:
     return [note.text for note in planner.report().notes if note.code in ("learned", "search")]
 
 
+def ratio(row: dict[str, Any], name: str) -> float:
+    """Return the step at a start over that under TorchRec's plan."""
+    own, base = (np.atleast_2d(row["step_ms"][which]) for which in (name, BASE))
+    return ratio_interval(own, base)[1]
+
+
 def tell(path: Path) -> None:
     """Print geometric means with their intervals, and the extremes of the models, by start."""
-    rows = [line for line in opened(path) if "seed" in line]
+    rows = [line for line in opened(path) if "step_ms" in line]
     title = f"{path.name}: {len(rows)} models, step over that of TorchRec's plan by known lookups"
-    table = table_of(title, "", "mean", "interval", "from", "to", "over 1.02")
+    table = table_of(title, "", "mean", "interval", "over 1.02", "from", "to")
     for name in STARTS if rows else ():
-        ratio_M = np.array([ratio(row, name) for row in rows])
-        low, mean, high = interval(lambda some, of_M=ratio_M: np.exp(np.log(of_M)[some].mean(1)), len(rows))
-        extremes = (f"{one:.3f}" for one in (ratio_M.min(), ratio_M.max()))
-        table.add_row(name, f"{mean:.3f}", f"{low:.3f}-{high:.3f}", *extremes, str(int((ratio_M > 1.02).sum())))
+        ratios = [ratio(row, name) for row in rows]
+        table.add_row(name, *mean_ratio(ratios), f"{min(ratios):.3f}", f"{max(ratios):.3f}")
     wide_console().print(table)
 
 
@@ -112,15 +108,15 @@ def main() -> None:
         return
     os.environ["DREAMSHARD_OBSERVE"] = str(given.steps)
     with cpu_rank() as node, tempfile.TemporaryDirectory() as own:
-        done = {line.get("seed") for line in node.gather(opened(given.record) if node.rank == 0 else [])[0]}
+        done = {line.get("model") for line in node.gather(opened(given.record) if node.rank == 0 else [])[0]}
         for seed in range(given.first_model, given.first_model + given.models):
             if seed in done:
                 continue
             os.environ["DREAMSHARD_HOME"] = str(Path(node.gather(own)[0]) / str(seed))
-            row = measured(Tables.draw(seed, MOST_ROWS), node, given.steps)
+            row = measured(seed, node, given.steps)
             gc.collect()  # models are cyclic
             if node.rank == 0:
-                append(given.record, {**row, "ranks": node.world_size, "observed_steps": given.steps})
+                append(given.record, row)
                 print(seed, *(f"{name} {ratio(row, name):.3f}" for name in STARTS), flush=True)
         dist.barrier()  # before rank 0 removes the homes
     if node.rank == 0:

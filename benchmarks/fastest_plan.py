@@ -14,14 +14,13 @@ rounds, with 95 % intervals over models and rounds. Plans are tied if the interv
 Costs predict the embedding work alone. A predicted step is the measured step under TorchRec's default plan, plus the
 predicted difference between the two plans.
 
-Shapes: R ranks, P plans, C copies of a model, N rounds, M models.
+Shapes: C copies of a model, N rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import random
 import tempfile
 import time
 from collections.abc import Mapping
@@ -33,127 +32,89 @@ import common.fast_kernels  # noqa: F401 (before torch)
 # isort: split
 import numpy as np
 import torch.distributed as dist
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.types import ShardingPlan
 
-from common.output import append, interval, opened, quiet, table_of, wide_console
+from common.output import append, opened, quiet, table_of, wide_console
 from dlrm.job import RulePartitioner
-from dlrm.options import Config, Node, cpu_rank
-from dlrm.random_models import RandomModel, Tables
-from dlrm.results import ratio_interval
-from dlrm.steps import Trainee, take_turns
-from dreamshard_planner import Checkpoint, DistributedModelParallel, DreamShardPlanner, Observation, TableStatistics
+from dlrm.options import Node, cpu_rank
+from dlrm.random_models import SHARDERS, RandomJob, RandomModel, Tables, mean_ratio
+from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, TableStatistics, compare_steps
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.observing.learning import learn
+from dreamshard_planner.observing.step_comparison import ratio_interval
 
-BATCHES, WARMUP_STEPS, COPIES = 6, 4, 2
-BASE, OURS, LEARNED = "torchrec_default", "dreamshard", "dreamshard_learned"
+BASE, INFORMED, OURS, LEARNED = "torchrec_default", "torchrec", "dreamshard", "dreamshard_learned"
 RULES = ("lookup_greedy", "size_greedy")
-OBSERVED = (BASE, "torchrec", RULES[1])
-SHARDERS = [EmbeddingBagCollectionSharder()]
+OBSERVED = (BASE, INFORMED, RULES[1])
 
 
-class Contest:
-    """One model on this rank, and its plans."""
+class Contest(RandomJob):
+    """One model on this rank, and its planners."""
 
     def __init__(self, tables: Tables, node: Node) -> None:
-        self.tables, self.node = tables, node
-        self.batches = [tables.batch(index, node.rank) for index in range(BATCHES)]
+        super().__init__(tables, node)
         self._statistics = TableStatistics.from_batches(self.batches).all_gather()
-        world = Topology(node.world_size, "cpu", local_world_size=node.world_size, ddr_cap=64 << 30)
-        self._given = {"topology": world, "batch_size": tables.batch_size, "stats": [], "debug": False}
-        self.plans: dict[str, ShardingPlan] = {}
 
     def planners(self) -> dict[str, EmbeddingShardingPlanner]:
         """Return the planners of all plans but the learned one."""
-        informed = {name: ParameterConstraints(pooling_factors=[float(many)]) for name, many in self.tables.lookups}
-        whole = {
-            name: ParameterConstraints(["table_wise"], pooling_factors=[float(n)]) for name, n in self.tables.lookups
-        }
-        rules = {name: RulePartitioner(name, self._given["topology"], whole) for name in RULES}
+        whole = self.informed(["table_wise"])
+        rules = {name: RulePartitioner(name, self.given["topology"], whole) for name in RULES}
         return {
-            BASE: EmbeddingShardingPlanner(**self._given),
-            "torchrec": EmbeddingShardingPlanner(**self._given, constraints=informed),
+            BASE: EmbeddingShardingPlanner(**self.given),
+            INFORMED: EmbeddingShardingPlanner(**self.given, constraints=self.informed()),
             **{
-                name: EmbeddingShardingPlanner(**self._given, constraints=whole, partitioner=rule)
+                name: EmbeddingShardingPlanner(**self.given, constraints=whole, partitioner=rule)
                 for name, rule in rules.items()
             },
-            "dreamshard_default": DreamShardPlanner(**self._given),
+            "dreamshard_default": DreamShardPlanner(**self.given),
             OURS: self.planner(resolve("auto", "cpu")),
         }
 
     def planner(self, checkpoint: Checkpoint) -> DreamShardPlanner:
         """Return our planner with statistics and these costs."""
         return DreamShardPlanner(
-            **self._given, statistics=self._statistics, checkpoint=checkpoint, optimizers_attached=True
+            **self.given, statistics=self._statistics, checkpoint=checkpoint, optimizers_attached=True
         )
 
-    def plan(self, name: str, planner: EmbeddingShardingPlanner) -> None:
-        """Add a plan."""
-        self.plans[name] = planner.collective_plan(RandomModel(self.tables), SHARDERS, dist.group.WORLD)
-
-    def trainee(self, name: str) -> Trainee:
-        """Return a model under a plan."""
-        model = RandomModel(self.tables)
-        sharded = DistributedModelParallel(model, plan=self.plans[name], sharders=SHARDERS, device=self.node.device)
-        return Trainee(sharded, self.batches, self.node, pipelined=False)
-
-    def learned(self, trainees: Mapping[str, Trainee], steps: int) -> Checkpoint:
+    def learned(self, plans: Mapping[str, ShardingPlan], steps: int) -> Checkpoint:
         """Return costs corrected by observed steps; the shipped costs if learning is refused."""
-        seen = {name: trainees[name].observed(steps) for name in OBSERVED}
-        merged = [Observation.merge(seen_by_rank) for seen_by_rank in self.node.gather(seen)]
-        observation = Observation.merge({str(rank): one for rank, one in enumerate(merged)})
+        plans = {name: plans[name] for name in OBSERVED}
+        few = {"copies": 1, "rounds": 1, "block_seconds": 0.0}
+        seen = compare_steps(self.build, plans, self.batches, **few, observed_steps=steps).observed
         prior = resolve("auto", "cpu")
         with tempfile.TemporaryDirectory() as folder:
             try:
-                return learn(prior, observation, Path(folder) / "learned.safetensors")
+                return learn(prior, Observation.merge(seen), Path(folder) / "learned.safetensors")
             except CalibrationRefused:
                 return prior
 
-    def predicted_ms(self, checkpoint: Checkpoint) -> dict[str, float]:
+    def predicted_ms(self, checkpoint: Checkpoint, plans: Mapping[str, ShardingPlan]) -> dict[str, float]:
         """Return the predicted embedding work of each plan."""
         planner = self.planner(checkpoint)
         planner.read(RandomModel(self.tables), SHARDERS)
-        return {name: round(planner.predict(plan, name).total_ms, 4) for name, plan in self.plans.items()}
+        return {name: round(planner.predict(plan, name).total_ms, 4) for name, plan in plans.items()}
 
 
 def run_model(seed: int, args: argparse.Namespace, node: Node) -> dict[str, Any]:
     """Plan, observe, learn and measure one model."""
     start, contest = time.monotonic(), Contest(Tables.draw(seed), node)
-    for name, planner in contest.planners().items():
-        contest.plan(name, planner)
-    trainees = {name: contest.trainee(name) for name in contest.plans}
-    for trainee in trainees.values():
-        trainee.train(WARMUP_STEPS, timed=False)
-    learned = contest.learned(trainees, args.observed_steps)
-    contest.plan(LEARNED, contest.planner(learned))
-    trainees[LEARNED] = contest.trainee(LEARNED)
-    first = {repr(plan): name for name, plan in reversed(contest.plans.items())}
-    same_as = {name: first[repr(plan)] for name, plan in contest.plans.items()}
-    plans = list(dict.fromkeys(same_as.values()))
-    measured = {
-        (name, copy): contest.trainee(name) if copy else trainees[name] for name in plans for copy in range(COPIES)
-    }
-    one_ms = max(node.gather(trainees[BASE].train(WARMUP_STEPS, timed=False)[0]))
-    block = max(3, int(1e3 * args.block_seconds / one_ms))
-    take_turns(measured, Config(copies=1, block=block, steps=block * args.rounds), node, random.Random(seed))
-    blocks_RPCN = np.array(
-        node.gather([[[ms for ms, *_ in measured[name, copy].blocks] for copy in range(COPIES)] for name in plans])
-    )
+    plans = {name: contest.plan(planner) for name, planner in contest.planners().items()}
+    learned = contest.learned(plans, args.observed_steps)
+    plans[LEARNED] = contest.plan(contest.planner(learned))
+    first = {repr(plan): name for name, plan in reversed(plans.items())}
+    same_as = {name: first[repr(plan)] for name, plan in plans.items()}
+    different = {name: plans[name] for name in dict.fromkeys(same_as.values())}
+    counts = {"rounds": args.rounds, "block_seconds": args.block_seconds, "observed_steps": 0}
+    compared = compare_steps(contest.build, different, contest.batches, **counts, seed=seed)
     return {
-        "model": seed,
-        "tables": len(contest.tables.tables),
-        "batch_size": contest.tables.batch_size,
-        "optimizer": contest.tables.optimizer.__name__,
+        **contest.row(compared),
         "same_as": same_as,
-        "step_ms": dict(zip(plans, blocks_RPCN.max(0).round(3).tolist(), strict=True)),
         "predicted_ms": {
-            "shipped": contest.predicted_ms(resolve("auto", "cpu")),
-            "learned": contest.predicted_ms(learned),
+            "shipped": contest.predicted_ms(resolve("auto", "cpu"), plans),
+            "learned": contest.predicted_ms(learned, plans),
         },
-        "ranks": node.world_size,
         "seconds": round(time.monotonic() - start),
     }
 
@@ -199,12 +160,11 @@ def tell(path: Path) -> None:
         off = np.mean([one["step_error"] for one in told if one["step_error"] is not None])
         table.add_row(costs, f"{hits:.0%}", f"{chance:.0%}", f"{behind:.3f}", f"{off:.1%}")
     wide_console().print(table)
-    table = table_of(f"Step over {BASE}'s", "plan", "mean", "95 %", "over 1.02")
-    for name in rows[0]["same_as"]:
-        ratio_M = np.array([ratio(row, name, BASE)[1] for row in rows])
-        low, mean, high = interval(lambda some, of_M=ratio_M: np.exp(np.log(of_M)[some].mean(1)), len(ratio_M))
-        table.add_row(name, f"{mean:.3f}", f"{low:.3f}-{high:.3f}", str(int((ratio_M > 1.02).sum())))
-    wide_console().print(table)
+    for base in (BASE, INFORMED):
+        table = table_of(f"Step over {base}'s", "plan", "mean", "95 %", "over 1.02")
+        for name in rows[0]["same_as"]:
+            table.add_row(name, *mean_ratio([ratio(row, name, base)[1] for row in rows]))
+        wide_console().print(table)
 
 
 def main() -> None:

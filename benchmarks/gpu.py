@@ -45,9 +45,10 @@ def commands(device: str, ranks: int, out: Path, name: str, minutes: float, quic
         "placements": f"{referee} --record={folder}/placements.jsonl --placers=dreamshard,policy,"
         f"search_alone,torchrec,torchrec_default,size_greedy,size_lookup_greedy {few if quick else '--rounds=5'}",
         "steps": f"{torchrun} {scripts}/run_dlrm.py --checkpoint={made} --max-rows={100_000 if cpu else 1_000_000} "
-        f"--planners=dreamshard,torchrec,torchrec_default --copies={1 if quick else 2} --json={folder}/steps.json",
+        f"--planners=dreamshard,torchrec,torchrec_default --copies={1 if quick else 2} --json={folder}/steps.json "
+        f"--block-seconds={seconds.pop('steps') / 72}",  # of twelve rounds of six models
     }
-    limits = {key: f" --{'train-' * (key == 'steps')}seconds={seconds[key]}" for key in SHARES}
+    limits = {key: f" --seconds={of_key}" for key, of_key in seconds.items()}
     return {key: line + limits.get(key, "") for key, line in listed.items() if key != "collectives" or ranks > 1}
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,21 +27,22 @@ from typing import Any
 import common.fast_kernels  # noqa: F401 (before torch)
 
 # isort: split
-import numpy as np
 import torch.distributed as dist
+from torch import nn
 from torchrec.distributed.planner import Topology
 
 from closed_loop import wait_for_learning
-from common.output import append, interval, provenance, quiet
+from common.output import append, provenance, quiet
 from dlrm.job import Job, scale_tables
 from dlrm.options import Config, Node
-from dlrm.steps import Trainee
-from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, observe
+from dlrm.steps import training_step
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, compare_steps, observe
 from dreamshard_planner.checkpoints.choice import resolve, resolve_for
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.observing.automatic import EVERY, STEPS, WARM_UP_STEPS
 from dreamshard_planner.observing.learning import ObservedSets
 from dreamshard_planner.observing.observation import Observation
+from dreamshard_planner.observing.step_comparison import Step
 from dreamshard_planner.planning.ranks import RankHardware, read_topology
 from dreamshard_planner.workload.pools import named_pool
 
@@ -47,17 +50,17 @@ from dreamshard_planner.workload.pools import named_pool
 def drawn(seed: int, node: Node, args: argparse.Namespace) -> Job:
     """Return a DLRM with tables, dim and batch drawn by its seed."""
     chosen = random.Random(seed)
+    count = chosen.randint(4, 26)
     config = Config(
         planners="dreamshard",
-        count=chosen.randint(4, 26),
         dim=chosen.choice((32, 64, 128, 256)),
         batch_size=args.batch_size >> chosen.randint(0, 2),
         max_rows=args.max_rows,
         size="small",
-        steps=2,  # as many batches
+        batches=2,
         seed=seed,
     ).on(node.device.type)
-    tables, _ = scale_tables(chosen.sample(named_pool(config.tables), config.count), config.max_rows, config.dim)
+    tables, _ = scale_tables(chosen.sample(named_pool(config.tables), count), config.max_rows, config.dim)
     return Job.of(tables, config, node)
 
 
@@ -66,11 +69,11 @@ def topology_of(node: Node) -> Topology:
     return read_topology(node.device.type, [RankHardware.here(node.device.type)] * node.world_size)
 
 
-def started(job: Job, observed: bool) -> tuple[Trainee, DreamShardPlanner]:
+def started(job: Job, observed: bool) -> tuple[nn.Module, Step, DreamShardPlanner]:
     """Start a training as a user does, with or without the default observation."""
     planner = DreamShardPlanner(topology_of(job.node), batch_size=job.config.batch_size, debug=False)
     model = DistributedModelParallel(job.fresh_model(), device=job.node.device, planner=planner, observe=observed)
-    return Trainee(model, job.batches, job.node, pipelined=False), planner
+    return model, training_step(model, job.node.device, pipelined=False), planner
 
 
 def described(job: Job, planner: DreamShardPlanner) -> dict[str, Any]:
@@ -79,22 +82,21 @@ def described(job: Job, planner: DreamShardPlanner) -> dict[str, Any]:
     return {"seed": job.config.seed, **told, "report": str(planner.report()).splitlines()[0]}
 
 
-def overhead(one: Trainee, pairs: int) -> dict[str, Any]:
-    """Return the share of a step that an observer takes, from pairs of blocks with and without it."""
-    ms_N2: list[list[float]] = []
-    for pair in range(pairs):
-        block_ms = {}
-        for on in (True, False) if pair % 2 == 0 else (False, True):
-            with observe(one.model, every=EVERY) if on else nullcontext():
-                block_ms[on], _ = one.train(EVERY, timed=False)
-        ms_N2.append([block_ms[True], block_ms[False]])
-    with_N, without_N = np.array(ms_N2).T
-    return {
-        "overhead": interval(lambda some: np.median((with_N / without_N)[some], 1) - 1, pairs),
-        "noise": interval(lambda some: np.median((without_N[1:] / without_N[:-1])[some], 1) - 1, pairs - 1),
-        "step_ms": float(np.median(without_N)),
-        "blocks_ms": ms_N2,
-    }
+def overhead(model: nn.Module, step: Step, job: Job, pairs: int) -> dict[str, Any]:
+    """Return the steps of one model with an observer over those without, between the bounds of the interval."""
+
+    def build(on: bool) -> tuple[nn.Module, Step]:
+        def steps(batches: Iterator[Any]) -> None:  # as many as there are from one counted batch to the next
+            with observe(model, every=EVERY) if on else nullcontext():
+                for _ in range(EVERY):
+                    step(batches)
+
+        return model, steps
+
+    plans = {"without": False, "with": True}
+    counts = {"copies": 1, "rounds": pairs, "block_seconds": 0.0, "observed_steps": 0}
+    compared = compare_steps(build, plans, job.batches, **counts)
+    return {"with_over_without": compared.ratio("with"), f"ms_of_{EVERY}_steps": compared.step_ms}
 
 
 def main() -> None:
@@ -125,10 +127,12 @@ def main() -> None:
         for seed in range(args.models):
             if time.monotonic() - begun < args.seconds / 2:
                 job = drawn(seed, node, args)
-                one, planner = started(job, observed=True)
-                one.train(WARM_UP_STEPS + args.steps + 3, timed=False)
+                model, step, planner = started(job, observed=True)
+                batches = itertools.cycle(job.batches)
+                for _ in range(WARM_UP_STEPS + args.steps + 3):
+                    step(batches)
                 tell(teaches=described(job, planner))
-                del one, planner
+                del model, step, planner
                 gc.collect()  # models are cyclic
         wait_for_learning()
         costs["learned"] = resolve_for(topology, "auto")
@@ -138,9 +142,10 @@ def main() -> None:
         for seed in range(args.models, args.models + args.held_out):
             if time.monotonic() - checked < args.seconds / 2 or not seen:
                 job = drawn(seed, node, args)
-                one, planner = started(job, observed=False)
-                one.train(WARM_UP_STEPS, timed=False)
-                seen.append(one.observed(EVERY))
+                model, step, planner = started(job, observed=False)
+                once = {"copies": 1, "rounds": 1, "block_seconds": 0.0, "observed_steps": EVERY}
+                compared = compare_steps(lambda both: both, {"": (model, step)}, job.batches, **once)
+                seen.append(compared.observed[""])
                 tell(checks=described(job, planner))
                 gc.collect()
         checks = ObservedSets.of(Observation.merge({str(index): part for index, part in enumerate(seen)})).sets
@@ -148,8 +153,8 @@ def main() -> None:
             predicted_ms = predict_ms(checkpoint.compute_cost(topology), checks)
             tell(which=name, errors=mape_2(predicted_ms, checks.labels_ms_X2).tolist(), ms=predicted_ms.tolist())
         tell(measured_ms=checks.labels_ms_X2.tolist())
-        tell(**overhead(one, args.pairs))
-    del one
+        tell(**overhead(model, step, job, args.pairs))
+    del model, step
     gc.collect()
     dist.destroy_process_group()
 

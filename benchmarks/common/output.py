@@ -71,12 +71,6 @@ def interval(statistic: Callable[[np.ndarray], np.ndarray], count: int, draws: i
     return [float(low), float(statistic(np.arange(count)[None])[0]), float(high)]
 
 
-def trimmed_mean(values_NM: np.ndarray, share: float = 0.1) -> np.ndarray:
-    """[N] means of rows of [N, M] without this share of their values at either end."""
-    cut = int(values_NM.shape[1] * share)
-    return np.sort(values_NM, axis=1)[:, cut : values_NM.shape[1] - cut].mean(1)
-
-
 def wide_console(columns: int = 120) -> Console:
     """Return a console of stdout, of this many columns if it is no terminal, which rich takes to be narrow."""
     console = Console()

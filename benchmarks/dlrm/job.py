@@ -7,17 +7,11 @@ Shape letters: B local batch, D dense features or columns, R rows, F sparse feat
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -28,23 +22,20 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from common.tasks import feature_names, meta_collection
-from dlrm.options import ONLY, OPTIMIZERS, OURS, SIZES, WITHOUT, Config, Node
-from dlrm.steps import Trainee
-from dreamshard_planner import Checkpoint, DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dlrm.options import OPTIMIZERS, SIZES, Config, Node
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
 from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.measure.kernels import draw_inputs
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.placing import place_by_heuristic
+from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search_space.sharding_types import DP, SHARDING_TYPES
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
 
 DENSE_FEATURES = 13  # Criteo's
 CROSS_LAYERS, CROSS_RANK = 3, 512  # MLPerf DLRM-DCNv2
-BATCHES_KEPT = 16
-"""Distinct batches; training goes round them, so that drawing data costs no time."""
 
 
 class EveryTypeSharder(EmbeddingBagCollectionSharder):
@@ -74,7 +65,9 @@ def scale_tables(pool: Sequence[Table], max_rows: int, dim: int = 0, hot: float 
         raise ValueError(f"DLRM needs one embedding dim, these tables have {dims}: choose one with --dim")
     cut = sum(old.rows > new.rows for old, new in zip(pool, tables, strict=True))
     hottest = max(range(len(tables)), key=lambda index: tables[index].pooling_factor)
-    tables[hottest] = heated(tables[hottest], hot)
+    if hot != 1:  # how lookups reuse rows is then derived from rows and lookups
+        features = tuple(FeatureStatistics(feature.pooling_factor * hot) for feature in tables[hottest].features)
+        tables[hottest] = replace(tables[hottest], features=features)
     heat = f", {tables[hottest].name} read {hot:g} times as often" if hot != 1 else ""
     before, after = (sum(table.rows for table in some) for some in (pool, tables))
     size_gb = [sum(table.size_bytes for table in some) / 1e9 for some in (pool, tables)]
@@ -84,19 +77,10 @@ def scale_tables(pool: Sequence[Table], max_rows: int, dim: int = 0, hot: float 
     )
 
 
-def heated(table: Table, times: float) -> Table:
-    """The table with more lookups per sample; how they reuse rows is then derived from rows and lookups."""
-    if times == 1:
-        return table
-    features = tuple(FeatureStatistics(feature.pooling_factor * times) for feature in table.features)
-    return replace(table, features=features)
-
-
 def make_model(tables: Sequence[Table], size: str, seed: int, device: torch.device) -> DLRMTrain:
     """DLRM with its loss.
 
-    Dense weights come from the seed and are on ``device``. Embeddings are on no device until the model is sharded;
-    :func:`fill_tables` then gives them weights.
+    Dense weights come from the seed and are on ``device``. Embeddings are on no device until the model is sharded.
     """
     below, above = SIZES[size]
     arguments = (meta_collection(tables), DENSE_FEATURES, [*below, tables[0].dim], list(above))
@@ -105,25 +89,6 @@ def make_model(tables: Sequence[Table], size: str, seed: int, device: torch.devi
         if size == "mlperf":
             return DLRMTrain(DLRM_DCN(*arguments, CROSS_LAYERS, CROSS_RANK, dense_device=device))
         return DLRMTrain(DLRM(*arguments, dense_device=device))
-
-
-@torch.no_grad()
-def fill_tables(model: DistributedModelParallel, tables: Sequence[Table], seed: int) -> None:
-    """Weights that come from the seed, whichever rank holds which part of a table."""
-    index_of = {table.name: index for index, table in enumerate(tables)}
-    for key, value in model.state_dict().items():
-        index = index_of.get(key.split(".")[-2]) if "embedding_bags" in key else None
-        if index is None:
-            continue
-        table = tables[index]
-        limit, generator = table.rows**-0.5, torch.Generator().manual_seed(seed + index)
-        weight_RD = torch.empty(table.rows, table.dim).uniform_(-limit, limit, generator=generator)
-        if isinstance(value, ShardedTensor):
-            parts = [(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]
-        else:  # data-parallel
-            parts = [((0, 0), value)]
-        for (row, column), part in parts:
-            part.copy_(weight_RD[row : row + part.shape[0], column : column + part.shape[1]])
 
 
 def make_batches(
@@ -170,9 +135,14 @@ class Job:
     @classmethod
     def of(cls, tables: Sequence[Table], config: Config, node: Node) -> Job:
         """From the config's seed."""
-        sharder = EveryTypeSharder() if needs_every_type(config, node) else EmbeddingBagCollectionSharder()
+        sharder = EmbeddingBagCollectionSharder()
+        if not set(config.kinds) <= set(sharder.sharding_types(node.device.type)):
+            sharder = EveryTypeSharder()
+        batches = make_batches(tables, config.batches, config.batch_size, node.rank, node.world_size, config.seed)
+        if node.device.type == "cuda":  # else each copy waits for the device
+            batches = [batch.pin_memory() for batch in batches]
         bare_model = make_model(tables, config.size, config.seed, node.device)
-        return cls(tables, draw_batches(tables, config, node), bare_model, [sharder], config, node)
+        return cls(tables, batches, bare_model, [sharder], config, node)
 
     def fresh_model(self) -> nn.Module:
         """Not sharded yet, with the tables' optimizer in the backward pass."""
@@ -181,109 +151,39 @@ class Job:
         apply_optimizer_in_backward(OPTIMIZERS[self.config.optimizer], tables_of, {"lr": 0.01})
         return model
 
-    def trainee(self, plan: ShardingPlan, judge: DreamShardPlanner | None = None, *, pipelined: bool = True) -> Trainee:
-        """A model under a plan; ``judge`` predicts what is observed; see :class:`Trainee`."""
-        model = DistributedModelParallel(self.fresh_model(), plan=plan, sharders=self.sharders, device=self.node.device)
-        fill_tables(model, self.tables, self.config.seed)
-        return Trainee(model, self.batches, self.node, self.config.processor_time, judge, pipelined)
+    def sharded(self, plan: ShardingPlan) -> DistributedModelParallel:
+        """Return a model under a plan."""
+        return DistributedModelParallel(self.fresh_model(), plan=plan, sharders=self.sharders, device=self.node.device)
 
+    def planners(self) -> dict[str, EmbeddingShardingPlanner]:
+        """Return planners by name. ``dreamshard`` is always there, and first; the others are TorchRec's planner with
+        other parts or less knowledge."""
+        statistics = TableStatistics.from_batches(batch.sparse_features for batch in self.batches)
+        topology, planners = self.node.topology(), {}
+        for name in dict.fromkeys(("dreamshard", *self.config.names)):
+            is_rule = name in HEURISTICS
+            kinds = ("table_wise",) if is_rule else self.config.kinds
+            given = {"topology": topology, "batch_size": self.config.batch_size}
+            given["constraints"] = self._constraints(kinds, informed=name != "torchrec_default")
+            if name == "dreamshard":
+                ours = {"statistics": statistics, "seed": self.config.seed, "checkpoint": self.config.checkpoint}
+                planners[name] = DreamShardPlanner(**given, **ours, optimizers_attached=True)
+            else:
+                rule = RulePartitioner(name, topology, given["constraints"]) if is_rule else None
+                planners[name] = EmbeddingShardingPlanner(**given, partitioner=rule)
+        return planners
 
-def draw_batches(tables: Sequence[Table], config: Config, node: Node) -> list[Batch]:
-    """This rank's."""
-    count = min(config.steps, BATCHES_KEPT)
-    batches = make_batches(tables, count, config.batch_size, node.rank, node.world_size, config.seed)
-    # Else each copy waits for the device.
-    return [batch.pin_memory() for batch in batches] if node.device.type == "cuda" else batches
-
-
-def needs_every_type(config: Config, node: Node) -> bool:
-    """Return whether planners may use a type that TorchRec's own sharder does not offer on this device."""
-    return not set(config.kinds) <= set(EmbeddingBagCollectionSharder().sharding_types(node.device.type))
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Plans by planner."""
-
-    plans: dict[str, ShardingPlan]
-    options: dict[str, list[ShardingOption]]
-    """Options of each plan, on the first rank."""
-    told: dict[str, dict[str, Any]]
-    """Facts of each plan, on the first rank: planning time, ranks and splits of tables, and predicted cost."""
-    judge: DreamShardPlanner
-    """Whose cost model predicts all of them."""
-
-
-def plan_all(
-    planners: dict[str, tuple[EmbeddingShardingPlanner, list[ShardingOption]]],
-    fresh_model: Callable[[], nn.Module],
-    sharders: Sequence[EmbeddingBagCollectionSharder],
-    config: Config,
-    node: Node,
-) -> Planned:
-    """Ask all planners, on all ranks."""
-    judge = planners["dreamshard"][0]
-    plans: dict[str, ShardingPlan] = {}
-    told: dict[str, dict[str, Any]] = {}
-    for name, (planner, options) in planners.items():
-        start = time.perf_counter()
-        plans[name] = planner.collective_plan(fresh_model(), sharders, dist.group.WORLD)
-        if node.rank == 0:
-            told[name] = {
-                "plan_seconds": time.perf_counter() - start,
-                "ranks": {option.name: [shard.rank for shard in option.shards] for option in options},
-                "split": {o.name: o.sharding_type for o in options if o.sharding_type != "table_wise"},
-                "predicted": judge.predict(options, name),
-            }
-    return Planned(plans, {name: options for name, (_, options) in planners.items()}, told, judge)
-
-
-def make_planners(
-    tables: Sequence[Table],
-    batches: Sequence[Batch],
-    config: Config,
-    node: Node,
-    more: Mapping[str, Checkpoint] = MappingProxyType({}),
-) -> dict[str, tuple[EmbeddingShardingPlanner, list[ShardingOption]]]:
-    """By name: the planner, and a list that holds its plan's options once it has planned.
-
-    ``dreamshard`` is always there, and first; the others are TorchRec's planner with other parts or less knowledge. Of
-    ``more``, ours with other checkpoints, by name.
-    """
-
-    def constraints(kinds: Sequence[str], informed: bool) -> dict[str, ParameterConstraints]:
+    def _constraints(self, kinds: Sequence[str], informed: bool) -> dict[str, ParameterConstraints]:
+        kernels = ["fused", "dense"] if DP in kinds else ["fused"]
         return {
             table.name: ParameterConstraints(
                 list(kinds),
-                ["fused", "dense"] if DP in kinds else ["fused"],
-                min_partition=config.min_partition or None,
-                **({"pooling_factors": [f.pooling_factor for f in table.features]} if informed else {}),
+                kernels,
+                min_partition=self.config.min_partition or None,
+                pooling_factors=[f.pooling_factor if informed else 1.0 for f in table.features],
             )
-            for table in tables
+            for table in self.tables
         }
-
-    whole = constraints(["table_wise"], informed=True)
-    statistics = TableStatistics.from_batches(batch.sparse_features for batch in batches)
-    planners = {}
-    for name in dict.fromkeys(("dreamshard", *config.names, *more)):
-        options: list[ShardingOption] = []
-        common = {
-            "topology": node.topology(),
-            "batch_size": config.batch_size,
-            "constraints": constraints(config.kinds_of(name), informed=name != "torchrec_default"),
-            "callbacks": [lambda plan, options=options: options.extend(plan) or plan],
-        }
-        if name in more or name in OURS or name.startswith((ONLY, WITHOUT)):
-            ours = OURS.get(name, {}) | {"statistics": statistics, "seed": config.seed}
-            ours |= {"checkpoint": more.get(name, config.checkpoint), "optimizers_attached": True}
-            planner = DreamShardPlanner(**common, **ours)
-        elif name.startswith("torchrec"):
-            planner = EmbeddingShardingPlanner(**common)
-        else:
-            rule = RulePartitioner(name, node.topology(), whole)
-            planner = EmbeddingShardingPlanner(**common | {"constraints": whole}, partitioner=rule)
-        planners[name] = planner, options
-    return planners
 
 
 class RulePartitioner(Partitioner):
@@ -302,29 +202,4 @@ class RulePartitioner(Partitioner):
         if assignment_S is None:
             raise infeasible(chosen.cost.problem, self._context.splitting_left_out)
         read.assign(chosen.placed(assignment_S))
-        return proposal
-
-
-class SkewedPartitioner(Partitioner):
-    """A placement that nobody would choose: tables in an arbitrary order, by rows or by lookups or by neither; the
-    first of them on the first rank, the others spread over all ranks.
-
-    The share of the first rank and the order's preference come from the seed: some placements are nearly balanced,
-    others nearly all on one rank, some heavy there in forward and others in backward.
-    """
-
-    def __init__(self, tables: Sequence[Table], seed: int) -> None:
-        generator = np.random.default_rng(seed)
-        lookups = [sum(feature.pooling_factor for feature in table.features) for table in tables]
-        traits = np.log1p([[table.rows for table in tables], lookups])
-        traits = (traits - traits.mean(1, keepdims=True)) / (traits.std(1, keepdims=True) + 1e-9)
-        preference = generator.normal(size=2) @ traits + generator.normal(size=len(tables))
-        self._order = [tables[index].name for index in np.argsort(preference)]
-        self._head = round(len(tables) * generator.uniform(0.0, 0.9))
-
-    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """Set ``shard.rank``, whatever the memory."""
-        place = {name: index for index, name in enumerate(self._order)}
-        for option in proposal:
-            option.shards[0].rank = max(place[option.name] - self._head, 0) % storage_constraint.world_size
         return proposal

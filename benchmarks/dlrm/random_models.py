@@ -1,13 +1,20 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Random tables of any dims, a model over them, and its batches."""
+"""Random tables of any dims, a model over them, its batches, and its training under plans."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim import SGD, Adagrad
@@ -15,6 +22,13 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from common.output import interval
+from dlrm.options import Node
+from dlrm.steps import training_step
+from dreamshard_planner import DistributedModelParallel, StepComparison
+
+BATCHES = 6
+SHARDERS = [EmbeddingBagCollectionSharder()]
 MOST_ROWS = (5_000, 50_000, 200_000)
 MOST_ELEMENTS = 60e6
 """Elements that a rank's batch may look up; larger batches are halved."""
@@ -55,11 +69,6 @@ class Tables:
         return cls(seed, tuple(tables), batch_size, rng.choice([SGD, Adagrad, RowWiseAdagrad]), rng.random() < 0.5)
 
     @property
-    def lookups(self) -> list[tuple[str, int]]:
-        """Names of the tables with their lookups per sample."""
-        return [(f"t{index}", lookups) for index, (*_, lookups) in enumerate(self.tables)]
-
-    @property
     def features(self) -> list[str]:
         """One for each table."""
         return [f"f{index}" for index in range(len(self.tables))]
@@ -93,3 +102,50 @@ class RandomModel(nn.Module):
         """Return the loss, twice."""
         loss = self.top(self.bags(features).values()).sigmoid().mean()
         return loss, (loss.detach(),)
+
+
+class RandomJob:
+    """A random model on this CPU rank."""
+
+    def __init__(self, tables: Tables, node: Node) -> None:
+        self.tables, self.node = tables, node
+        self.batches = [tables.batch(index, node.rank) for index in range(BATCHES)]
+        world = Topology(node.world_size, "cpu", local_world_size=node.world_size, ddr_cap=64 << 30)
+        self.given: dict[str, Any] = {"topology": world, "batch_size": tables.batch_size, "stats": [], "debug": False}
+        """Arguments of all planners."""
+
+    def informed(self, sharding_types: list[str] | None = None) -> dict[str, ParameterConstraints]:
+        """Return constraints with the true lookups per sample."""
+        return {
+            f"t{index}": ParameterConstraints(sharding_types, pooling_factors=[float(lookups)])
+            for index, (*_, lookups) in enumerate(self.tables.tables)
+        }
+
+    def plan(self, planner: EmbeddingShardingPlanner) -> ShardingPlan:
+        """Plan on all ranks."""
+        return planner.collective_plan(RandomModel(self.tables), SHARDERS, dist.group.WORLD)
+
+    def build(self, plan: ShardingPlan) -> tuple[nn.Module, Callable[[Iterator[Any]], Any]]:
+        """Return a model under a plan, and its training step."""
+        model = DistributedModelParallel(
+            RandomModel(self.tables), plan=plan, sharders=SHARDERS, device=self.node.device
+        )
+        return model, training_step(model, self.node.device, pipelined=False)
+
+    def row(self, compared: StepComparison) -> dict[str, Any]:
+        """Return a line of a record."""
+        return {
+            "model": self.tables.seed,
+            "tables": len(self.tables.tables),
+            "batch_size": self.tables.batch_size,
+            "optimizer": self.tables.optimizer.__name__,
+            "ranks": self.node.world_size,
+            "step_ms": {name: np.round(ms, 3).tolist() for name, ms in compared.step_ms.items()},
+        }
+
+
+def mean_ratio(ratios: list[float]) -> list[str]:
+    """Return the geometric mean over models, its 95 % interval, and the number of models above 1.02, as cells."""
+    logs_M = np.log(ratios)
+    low, mean, high = np.exp(interval(lambda some: logs_M[some].mean(1), len(logs_M)))
+    return [f"{mean:.3f}", f"{low:.3f}-{high:.3f}", str(int((np.array(ratios) > 1.02).sum()))]

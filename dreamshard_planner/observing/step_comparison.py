@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A/B tests of plans: in one job, models under several plans train in turns.
 
-Shapes: C models of a plan, K models of another plan, N rounds, R rows, D columns.
+Shapes: C and K models of two plans, N rounds, R rows, D columns.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from dreamshard_planner.observing.hooks import kernels_in, lookups_of
@@ -25,11 +26,6 @@ from dreamshard_planner.observing.observer import END_DEFAULT, observe
 
 Step = Callable[[Iterator[Any]], object]
 """Trains one step on the next batch of an iterator, as ``progress`` of TorchRec's pipelines does."""
-Interval = tuple[float, float, float]
-"""Lower end of a 95 % interval, value, and upper end."""
-
-ROWS_AT_ONCE = 1 << 16
-"""Rows that get their weights at once, to bound memory."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +37,11 @@ class StepComparison:
     block_steps: int
     """Steps of one model before it is another's turn."""
     observed: dict[str, Observation]
-    """Steps of a model of each plan that were observed after the rounds, with all ranks."""
+    """Steps of a model of each plan, on all ranks, that were observed after the rounds."""
 
-    def ratio(self, plan: str, base: str = "") -> Interval:
-        """Return the step under a plan over that under another one, by default the first; below 1 is faster."""
-        return ratio_interval(self.step_ms[plan], self.step_ms[base or next(iter(self.step_ms))])
+    def ratio(self, plan: str) -> tuple[float, float, float]:
+        """Return a plan's step over the first plan's, between the bounds of the 95 % interval; below 1 is faster."""
+        return ratio_interval(self.step_ms[plan], next(iter(self.step_ms.values())))
 
     def work(self, plan: str) -> dict[str, str]:
         """Return a step's embedding work in words, by kind: kernels of each sharding type, and collectives."""
@@ -58,7 +54,7 @@ class StepComparison:
         }
 
     def __str__(self) -> str:
-        base, copies = next(iter(self.step_ms)), next(iter(self.step_ms.values()))
+        (base, copies), *_ = self.step_ms.items()
         rows = [("plan", "step ms", f"x {base}", "95 %", "")]
         for name, block_ms in self.step_ms.items():
             low, ratio, high = self.ratio(name)
@@ -71,7 +67,7 @@ class StepComparison:
         differing += [(kind, *(of_plan.get(kind, "-") for of_plan in work.values())) for kind in kinds]
         size = f"{len(copies)} model(s) of each plan, {len(copies[0])} rounds of {self.block_steps} steps each"
         legend = "Kernels: fastest to slowest rank. Collectives: without waiting for the slowest rank; most bytes sent."
-        return "\n".join([size, *_columns(rows), "", *_columns(differing), legend])
+        return "\n".join([size, *_columns(rows), *(["", *_columns(differing), legend] if work else [])])
 
 
 def compare_steps(
@@ -87,28 +83,27 @@ def compare_steps(
 ) -> StepComparison:
     """Measure training steps under several plans, on all ranks of a job.
 
-    Every plan gets models with equal weights, which train on equal batches: a block of steps of one model after a block
-    of another, in an order that is shuffled anew in each round. Other load of the machine hits all plans alike.
+    Every plan gets models with equal weights, which train on equal batches. A block of steps of one model comes after a
+    block of another, in an order that each round shuffles anew, so that other load of the machine hits all plans alike.
 
     Args:
-        build: gets one of ``plans``; returns a new sharded model, and a function that trains one step of it on the next
-            batch of an iterator.
+        build: gets one of ``plans``; returns a new sharded model, and a function that trains it for one step on the
+            next batch of an iterator.
         plans: by name, anything that ``build`` understands: planners, sharding plans, settings. The first is the base.
         batches: this rank's batches. Models go round them.
-        copies: models of each plan. A model's place in memory alone changes its steps by some percent. All models are
-            in memory at once.
+        copies: models of each plan, all in memory at once. The place in memory alone changes steps by some percent.
         rounds: blocks of each model.
         block_seconds: length of a block.
-        observed_steps: steps of each plan that are observed afterwards, for the times of kernels and collectives.
+        observed_steps: steps of each plan to observe afterwards, for times of kernels and collectives; 0 for none.
         seed: of weights and order. Each call of ``build`` finds torch's generators in this state.
 
     Raises:
-        ValueError: a count is below 1, or there are no plans or batches.
+        ValueError: a count is out of bounds; names all counts.
         ObservationError: a model has no sharded embeddings.
     """
-    counts = {"copies": copies, "rounds": rounds, "observed_steps": observed_steps, "batches": len(batches)}
-    if min(counts.values(), default=0) < 1 or not plans:
-        raise ValueError(f"there must be a plan, and each of these at least 1: {counts}")
+    counts = {"plans": len(plans), "batches": len(batches), "copies": copies, "rounds": rounds}
+    if min(counts.values()) < 1 or observed_steps < 0:
+        raise ValueError(f"each of these must be at least 1: {counts}; and observed_steps at least 0: {observed_steps}")
     order, models = random.Random(seed), [(name, copy) for name in plans for copy in range(copies)]
     trainees: dict[tuple[str, int], _Trainee] = {}
     for name, copy in order.sample(models, len(models)):
@@ -123,7 +118,7 @@ def compare_steps(
         for model in order.sample(models, len(models)):
             blocks_ms[model].append(trainees[model].train(block))
     slowest_ms = np.max(_gathered(list(blocks_ms.values())), axis=0).reshape(len(plans), copies, rounds)
-    observed = {name: trainees[name, 0].observed(observed_steps) for name in plans}
+    observed = {name: trainees[name, 0].observed(observed_steps) for name in plans if observed_steps}
     del trainees
     gc.collect()  # models are cyclic, and hold the process group
     return StepComparison(dict(zip(plans, slowest_ms.tolist(), strict=True)), block, observed)
@@ -162,45 +157,34 @@ class _Trainee:
 
 @torch.no_grad()
 def _equalize(model: nn.Module) -> None:
-    """Give tables weights that follow from their rows and columns, however they are sharded; key-value tables keep
-    theirs."""
+    """Give tables weights that follow from rows and columns, in any sharding; key-value tables keep theirs."""
     state = model.state_dict()
     kernels: list[Any] = [kernel for *_, lookup in lookups_of(model) for kernel in kernels_in(lookup)]
     for kernel in kernels:
-        for table, weights in zip(kernel.config.embedding_tables, kernel.split_embedding_weights(), strict=True):
-            if isinstance(weights, Tensor):
-                metadata = table.local_metadata
-                _fill(weights, (0, 0) if metadata is None else metadata.shard_offsets, table.num_embeddings)
+        for table, weights_RD in zip(kernel.config.embedding_tables, kernel.split_embedding_weights(), strict=True):
+            if isinstance(weights_RD, Tensor):
+                offset = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
+                starts, device = zip(offset, weights_RD.shape, strict=True), weights_RD.device
+                sines = [torch.arange(at, at + size, dtype=torch.float64, device=device).sin() for at, size in starts]
+                torch.mul(sines[0][:, None] * table.num_embeddings**-0.5, sines[1], out=weights_RD)
     model.load_state_dict(state)  # replicas of hot rows follow
 
 
-def _fill(weights_RD: Tensor, offset: Sequence[int], table_rows: int) -> None:
-    """Fill a shard that begins at a row and column of its table with weights up to one over the root of its rows."""
-    columns_D = torch.arange(offset[1], offset[1] + weights_RD.shape[1], device=weights_RD.device) * 104_729
-    for start, part_RD in enumerate(weights_RD.split(ROWS_AT_ONCE)):
-        first = offset[0] + start * ROWS_AT_ONCE
-        rows_R = torch.arange(first, first + len(part_RD), device=weights_RD.device) * 7_919
-        part_RD.copy_(((rows_R[:, None] + columns_D) % 65_537 / 32_768.5 - 1) * table_rows**-0.5)
-
-
-def ratio_interval(block_ms_CN: Sequence[Sequence[float]], base_ms_KN: Sequence[Sequence[float]]) -> Interval:
+def ratio_interval(block_ms_CN: ArrayLike, base_ms_KN: ArrayLike) -> tuple[float, float, float]:
     """Return the median ratio over rounds, as the geometric mean over pairs of models, with its bootstrap interval.
 
     Other load hits both blocks of a round. The bootstrap resamples models and rounds.
     """
     logs_CKN = np.log(np.array(block_ms_CN))[:, None] - np.log(np.array(base_ms_KN))
     generator = np.random.default_rng(0)
-
-    def resampled() -> float:
-        c, k, n = (generator.integers(size, size=size) for size in logs_CKN.shape)
-        return float(np.exp(np.median(logs_CKN[np.ix_(c, k, n)], axis=-1).mean()))
-
-    low, high = np.percentile([resampled() for _ in range(1000)], (2.5, 97.5))
-    return float(low), float(np.exp(np.median(logs_CKN, axis=-1).mean())), float(high)
+    c, k, n = (generator.integers(size, size=(1000, size)) for size in logs_CKN.shape)
+    drawn = logs_CKN[c[:, :, None, None], k[:, None, :, None], n[:, None, None, :]]
+    low, high = np.percentile(np.median(drawn, axis=-1).mean((1, 2)), (2.5, 97.5))
+    return float(np.exp(low)), float(np.exp(np.median(logs_CKN, axis=-1).mean())), float(np.exp(high))
 
 
 def _gathered(thing: Any) -> list[Any]:
-    """Return one thing of every rank, on all ranks."""
+    """Return the things of all ranks."""
     things: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(things, thing)
     return things
@@ -215,6 +199,5 @@ def _kernels_ms(rank: RankSteps, kind: str) -> float:
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines of cells: the first column flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([f"{first:<{widths[0]}}", *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in rows
-    ]
+    cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return ["  ".join(of_row).rstrip() for of_row in cells]

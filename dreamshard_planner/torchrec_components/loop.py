@@ -49,7 +49,7 @@ class BaselineFallback:
     """TorchRec's plan, taken because the searched plan is predicted to gain less than costs can tell.
 
     Without statistics both planners assume one lookup per sample of each feature. Plans that these costs rate alike
-    then differ in steps by chance, either way: see ``benchmarks/default_steps.py``.
+    then differ in steps by chance, either way: see ``benchmarks/results/training-steps.md``.
     """
 
     options: list[ShardingOption]
