@@ -9,12 +9,6 @@ same command continues where it ends, and summarizes.
 
 Compute is ``max over devices of (forward + backward)`` as measured; overall adds modelled collectives. Ratios are
 geometric means over tasks that both sides place; what a placer could not place is counted.
-
-With ``--sharding-types table_wise,column_wise``, planners choose splits and ranks (``placements/split_contests.py``,
-``split_placers.py``, ``split_referee.py``):
-
-    python benchmarks/compare_placements.py --sharding-types table_wise,column_wise --tasks 60 --seed 1 \\
-        --record benchmarks/results/2026-11-22-placements-splits.jsonl
 """
 
 from __future__ import annotations
@@ -25,11 +19,9 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import common.fast_kernels  # noqa: F401 (before torch)
 
@@ -43,11 +35,8 @@ from common.measured_costs import MeasuredCosts, SetClock
 from common.output import commit, named, provenance, wide_console
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned, processor_time
-from dreamshard_planner.search_space.sharding_types import CW, DP, TW
 from placements.contests import Contest, draw_contests
 from placements.placers import Field
-from placements.split_contests import SplitContest, draw_split_contests
-from placements.split_referee import SplitField, play_splits, print_split_summary
 from placements.summary import ANCHOR, draw_figure, print_summary
 
 
@@ -87,47 +76,11 @@ def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, arg
     }
 
 
-@dataclass(frozen=True)
-class Game:
-    """A kind of contest: placements of whole tables, or splits and placements."""
-
-    placers: Mapping[str, Any]
-    draw: Callable[[], Sequence[Contest] | Sequence[SplitContest]]
-    play: Callable[[Any, Sequence[str], Arena], dict]
-    """A contest, by placers of these names, to its line of the record."""
-    summarize: Callable[[Sequence[dict], Console], None]
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Game:
-        """That which the arguments ask for."""
-        field, drawn = Field(args.checkpoint, args.device), (args.tasks, args.seed, args.batch_size)
-        if not args.sharding_types:
-            return cls(
-                field.placers,
-                lambda: draw_contests(*drawn),
-                lambda contest, names, arena: play(contest, field, names, arena, args),
-                print_summary,
-            )
-        splits, types = SplitField(field, args.device), named(args.sharding_types)
-        return cls(
-            splits.placers,
-            lambda: draw_split_contests(*drawn, types, field.linear, field.network),
-            lambda contest, names, arena: play_splits(contest, splits, names, arena, args),
-            print_split_summary,
-        )
-
-
 def argument_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--sharding-types",
-        default="",
-        help="of table_wise, column_wise, data_parallel: tables may be split, half of the tasks have hot ones; "
-        "default: whole tables only",
-    )
     parser.add_argument("--placers", default="", help="names, separated by commas; default: all")
     parser.add_argument("--record", type=Path, required=True, help="a JSON line per task; continued")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task later than this")
@@ -149,13 +102,10 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torchrec")
-    types = named(args.sharding_types)
-    if types and (TW not in types or not set(types) <= {TW, CW, DP}):
-        parser.error(f"--sharding-types must be {TW} and some of {CW}, {DP}; got {args.sharding_types}")
-    game = Game.of(args)
-    names = named(args.placers) or tuple(game.placers)
-    if ANCHOR not in names or not set(names) <= game.placers.keys():
-        parser.error(f"--placers must be some of {', '.join(game.placers)}, {ANCHOR} among them; got {args.placers}")
+    field = Field(args.checkpoint, args.device)
+    names = named(args.placers) or tuple(field.placers)
+    if ANCHOR not in names or not set(names) <= field.placers.keys():
+        parser.error(f"--placers must be some of {', '.join(field.placers)}, {ANCHOR} among them; got {args.placers}")
     records = [json.loads(line) for line in args.record.read_text().splitlines()] if args.record.exists() else []
     head = {"settings": settings_of(args)}
     if records and records[0]["settings"] != head["settings"]:
@@ -166,24 +116,24 @@ def main() -> None:
             records = [head | provenance(torch.device(args.device))]
             file.write(json.dumps(records[0]) + "\n")
         played = {record["task"] for record in records[1:]}
-        contests = [contest for contest in game.draw() if contest.name not in played]
+        contests = [
+            contest for contest in draw_contests(args.tasks, args.seed, args.batch_size) if contest.name not in played
+        ]
         arena = Arena(args.device, seed=args.seed)
         deadline = time.monotonic() + args.seconds
         for contest in track(contests, "tasks", console=Console(stderr=True)):
             if time.monotonic() > deadline:
                 break
-            records.append(game.play(contest, names, arena))
+            records.append(play(contest, field, names, arena, args))
             file.write(json.dumps(records[-1]) + "\n")
             file.flush()
-    game.summarize(records[1:], wide_console())
+    print_summary(records[1:], wide_console())
     draw_figure(records[1:], args.record.with_suffix(".png"))
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """Return the settings that all lines of a record have in common."""
-    # Records of before these options go on as they are.
-    new = [name for name in ("sharding_types", "processor_time") if not getattr(args, name)]
-    left_out = ("tasks", "record", "seconds", *new)
+    left_out = ("tasks", "record", "seconds", *([] if args.processor_time else ["processor_time"]))
     return {name: str(value) for name, value in vars(args).items() if name not in left_out}
 
 

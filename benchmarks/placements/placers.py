@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,20 +21,16 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 
-from common.linear_cost import LinearCost
 from common.tasks import meta_collection
 from common.whole_tables import rolled_out
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Budget, SearchConfig
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.placing import HEURISTICS, greedy_by_score, place_by_heuristic
 from placements.contests import Contest
-
-DATA = Path(__file__).parents[1] / "data"
 
 
 def best_scale(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:
@@ -89,16 +84,6 @@ class Field:
     def network(self) -> ComputeCost:
         """Its cost network."""
         return self.learned.compute_cost(Topology(world_size=1, compute_device=self._device))
-
-    @cached_property
-    def _measured(self) -> CostDataset:
-        """The training sets of the shipped network."""
-        return CostDataset.concatenate([CostDataset.load(p) for p in sorted(DATA.glob(f"{self._device}-train*.npz"))])
-
-    @cached_property
-    def linear(self) -> LinearCost:
-        """The additive baseline on the same training sets."""
-        return LinearCost.fit(LabelledSets.of_dataset(self._measured))
 
     def cost(self, contest: Contest, compute: ComputeCost | None = None) -> Cost:
         """Return the cost of the contest's placements; by the network, if nothing else is given."""
