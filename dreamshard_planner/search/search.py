@@ -1,11 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The search: how each table is split, and where its shards go.
 
-Descents start from several shardings (:mod:`dreamshard_planner.search.starts`). Tables that burden the bottleneck
-rank change their option (:mod:`dreamshard_planner.search.reshards`); where none helps, units of span 1 move
-and swap (:mod:`dreamshard_planner.search.moves`) under what spans hosts and world, and so in turns until neither
-helps. The best plan is perturbed, first by re-shards, at last by moves. Where every table has one option, only moves
-and swaps are left.
+Descents start from several shardings (:mod:`dreamshard_planner.search.starts`,
+:mod:`dreamshard_planner.search.stacking`). Tables that burden the bottleneck rank change their option
+(:mod:`dreamshard_planner.search.reshards`); where none helps, units of span 1 move and swap
+(:mod:`dreamshard_planner.search.moves`) under what spans hosts and world, and so in turns until neither helps. The
+best plan is perturbed, first by re-shards, at last by moves. Where every table has one option, only moves and swaps
+are left.
 
 The budget is counted in re-shards, moves and swaps; costs are compared after rounding and ties go to the lowest index,
 so the same inputs give the same sharding.
@@ -23,6 +24,7 @@ from dreamshard_planner.search.effort import DEFAULT_SEARCH, Budget, Deadline, S
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.placing import packed_start
 from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search.stacking import stacked_starts
 from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts
 from dreamshard_planner.search.states import in_steps
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -71,7 +73,7 @@ def search(
 
     Args:
         cost: the problem and its cost.
-        starts: feasible shardings; others are made by :func:`level_starts`.
+        starts: feasible shardings; others are made by :func:`level_starts` and :func:`stacked_starts`.
         config: how long to search.
         seed: of perturbations.
         seconds: cap on the search, its starts included, on top of its budget of candidates.
@@ -82,6 +84,8 @@ def search(
     if not asked.may_fit:
         return None
     level = level_starts(cost, asked, budget.left, config.effort)
+    if budget.left() and _can_reshard(cost.problem):
+        level += stacked_starts(cost, asked, config.effort)
     beside: list[Sharding] = []
     in_time = True
     if further is not None and budget.left():

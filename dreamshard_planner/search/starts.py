@@ -27,7 +27,7 @@ from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.placing import place_units
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
-FILLS = (1.0, 0.5, 0.25)
+FILLS = (1.0, 0.5)
 """Shares of the level height that a single part may take in a start: small parts pack better, large ones cost less."""
 PRICE_STEPS = 24
 """Doublings of the price of memory before a start gives up."""
