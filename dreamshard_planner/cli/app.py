@@ -11,21 +11,11 @@ from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from dreamshard_planner import __version__
 from dreamshard_planner.environment import explained
 from dreamshard_planner.errors import DreamShardError
-
-RENAMED = {
-    "--gpus": "--gpus-per-node",
-    "--checkpoint": "--costs",
-    "--cost-source": "--costs",
-    "--hbm": "--memory",
-    "--hbm-bandwidth": "--memory-bandwidth",
-    "observed --statistics": "--out",
-}
-"""Today's option by its old spelling, after the name of the command if only one command had it."""
 
 
 class Panel(StrEnum):
@@ -83,18 +73,6 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from error
 
 
-class _Command(TyperCommand):
-    """A command that names the new spelling of a renamed option."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {option for parameter in self.params for option in parameter.opts}
-        for old in (word.partition("=")[0] for word in args):
-            new = RENAMED.get(f"{ctx.info_name} {old}", RENAMED.get(old))
-            if old not in known and new in known:
-                raise typer.BadParameter(f"{old} is now {new}", ctx)
-        return super().parse_args(ctx, args)
-
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 app = typer.Typer(
@@ -110,7 +88,7 @@ def command(
     example: str, panel: Panel | None = None, name: str | None = None, of: typer.Typer = app
 ) -> Callable[[Command], Command]:
     """Register a command. The tests run or parse its example."""
-    return of.command(name, cls=_Command, epilog=f"Example: {example}", rich_help_panel=panel and panel.value)
+    return of.command(name, epilog=f"Example: {example}", rich_help_panel=panel and panel.value)
 
 
 def _show_version(value: bool) -> None:

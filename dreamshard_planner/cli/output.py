@@ -132,10 +132,10 @@ def _finite(value: Any) -> Any:
     return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def costliest(report: Report, limit: int | None) -> RenderableType:
-    """Return tables and their ranks, the costliest first."""
+def costliest(report: Report) -> RenderableType:
+    """Return the costliest tables and their ranks."""
     by_cost = sorted(report.tables, key=lambda table: -table.most_ms)
-    shown = by_cost[:limit]
+    shown = by_cost[:TABLES_SHOWN]
     rows = [(short(table.name), table.label, ranges(table.ranks), table.most_ms) for table in shown]
     more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
     return grid(("table", "sharding", "ranks", "ms on a rank, by itself"), rows, f"Tables{more}")

@@ -36,7 +36,7 @@ from dreamshard_planner.cli.options import (
     tell_other_statistics,
     whole,
 )
-from dreamshard_planner.cli.output import TABLES_SHOWN, Format, FormatOption, costliest, grid, save_page, show
+from dreamshard_planner.cli.output import Format, FormatOption, costliest, grid, save_page, show
 from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.support.progress import working
 
@@ -51,9 +51,6 @@ def plan(
     options: JobOptions,
     out: PlanOutput = None,
     html: HtmlOption = None,
-    every_table: Annotated[
-        bool, typer.Option("--all", help="Show all tables, not only the costliest.", **ADVANCED)
-    ] = False,
     format: FormatOption = Format.table,
 ) -> None:
     """Shard tables over devices that need not be here, and say what it costs and why."""
@@ -65,7 +62,7 @@ def plan(
         planned.saved.save(out)
         typer.echo(f"written to {out}", err=True)
     save_page(report, html, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
-    show(lambda: _document(planned), format, str(report), "", costliest(report, None if every_table else TABLES_SHOWN))
+    show(lambda: _document(planned), format, str(report), "", costliest(report))
 
 
 def _document(planned: PlannedJob) -> dict[str, Any]:

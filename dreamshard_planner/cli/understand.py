@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +21,7 @@ from dreamshard_planner.cli.options import (
     load_plan,
     tell_other_statistics,
 )
-from dreamshard_planner.cli.output import TABLES_SHOWN, Format, FormatOption, costliest, facts, grid, save_page, show
+from dreamshard_planner.cli.output import Format, FormatOption, costliest, facts, save_page, show
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import read_json
 from dreamshard_planner.support.formatting import size_in_words
@@ -32,27 +31,20 @@ if TYPE_CHECKING:
     from dreamshard_planner.cost.collectives import CollectiveFit
     from dreamshard_planner.planner import DreamShardPlanner
     from dreamshard_planner.plans.plan_file import SavedPlan
-    from dreamshard_planner.plans.report import MemoryEntry, Report
-
-RANKS_SHOWN = 16
 
 
 @command("dreamshard report plan.json --html plan.html", Panel.understand)
-def report(
-    plan: PlanArgument,
-    html: HtmlOption = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Show all tables and ranks, not only the costliest.")
-    ] = False,
-    format: FormatOption = Format.table,
-) -> None:
-    """Show a plan's file: predicted costs of the plan and its rivals when it was made, and where tables are."""
+def report(plan: PlanArgument, html: HtmlOption = None, format: FormatOption = Format.table) -> None:
+    """Show a plan's file: predicted costs of the plan and its rivals when it was made, and where tables are.
+
+    --html and --format json have all tables and ranks.
+    """
     saved = load_plan(plan)
     save_page(saved, html)
-    show(saved.to_dict, format, *_saved_tables(saved, everything))
+    show(saved.to_dict, format, *_saved_tables(saved))
 
 
-def _saved_tables(saved: SavedPlan, everything: bool) -> list[RenderableType]:
+def _saved_tables(saved: SavedPlan) -> list[RenderableType]:
     report = saved.report()
     libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
     return [
@@ -60,37 +52,8 @@ def _saved_tables(saved: SavedPlan, everything: bool) -> list[RenderableType]:
         f"{saved.inputs.batch_size:,} samples each; {libraries}.",
         str(report),
         "",
-        _ranks(report, everything or len(report.chosen.rank_ms) <= RANKS_SHOWN),
-        costliest(report, None if everything else TABLES_SHOWN),
+        costliest(report),
     ]
-
-
-def _ranks(report: Report, every_rank: bool) -> RenderableType:
-    """Return costs and memory of each rank, or of the slowest, the fastest and the mean."""
-    forward, backward, both = report.chosen.forward_ms, report.chosen.backward_ms, report.chosen.rank_ms
-    columns = ("rank", "forward ms", "backward ms", *(f"{entry.kind} GiB" for entry in report.memory))
-
-    def row(name: str | int, rank: int) -> list[Any]:
-        return [name, forward[rank], backward[rank], *(_filled(entry, rank) for entry in report.memory)]
-
-    if every_rank:
-        return grid(columns, [row(rank, rank) for rank in range(len(both))])
-    slowest, fastest = both.index(max(both)), both.index(min(both))
-    memory = [
-        f"{fmean(entry.used_bytes) / 2**30:.2f} of {fmean(entry.limit_bytes) / 2**30:.2f}" for entry in report.memory
-    ]
-    return grid(
-        columns,
-        [
-            row(f"{slowest}, the slowest", slowest),
-            row(f"{fastest}, the fastest", fastest),
-            [f"mean of {len(both):,}", fmean(forward), fmean(backward), *memory],
-        ],
-    )
-
-
-def _filled(entry: MemoryEntry, rank: int) -> str:
-    return f"{entry.used_bytes[rank] / 2**30:.2f} of {entry.limit_bytes[rank] / 2**30:.2f}"
 
 
 @command("dreamshard explain plan.json --rank 1", Panel.understand)

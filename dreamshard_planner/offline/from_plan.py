@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from functools import partial
 from types import NoneType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -20,7 +19,7 @@ from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from dreamshard_planner.planning.plan_inputs import PlannerSettings, statistics_for_file, topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
-from dreamshard_planner.plans.replan import OnRequest, Replan
+from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.files import brief
@@ -118,12 +117,11 @@ def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_
         )
 
     def made(index: int) -> SavedPlan:
-        plan = found.plans[index]
+        plan = found.make(index)
         return replace(plan, inputs=told(plan.inputs))
 
-    plans = OnRequest([partial(made, index) for index in range(len(found.plans))])
     stale = tuple(stale_differences(saved.inputs, told(found.plan.inputs)))
-    return replace(found, plans=plans, stale=stale)
+    return replace(found, make=made, stale=stale)
 
 
 def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:

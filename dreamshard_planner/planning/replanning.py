@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -24,7 +23,7 @@ from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.given_plans import sharding_of, tables_of
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
-from dreamshard_planner.plans.replan import Move, Moving, OnRequest, Replan, names_that_keep_most, renamed
+from dreamshard_planner.plans.replan import Move, Moving, Replan, names_that_keep_most, renamed
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
@@ -66,13 +65,13 @@ def replanned(
 
     @neutral()
     @torch.no_grad()
-    def saved(point: Waypoint) -> SavedPlan:
-        return model.saved(ways.plan(point.sharding), "plan")
+    def saved(index: int) -> SavedPlan:
+        return model.saved(ways.plan(points[index].sharding), "plan")
 
     return Replan(
         before=held.name,
         curve=tuple(ways.move(point, moving) for point in points),
-        plans=OnRequest([partial(saved, point) for point in points]),
+        make=saved,
         afresh=ways.move(afresh, moving),
         steps=steps,
         max_bytes_moved=max_bytes_moved,

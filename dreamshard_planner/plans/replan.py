@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from typing import Any, ClassVar, overload
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -70,31 +69,6 @@ class Move:
         return self.moving_seconds + steps * self.step_ms / 1e3
 
 
-class OnRequest(Sequence[SavedPlan]):
-    """Plans, each made when it is first asked for: on many ranks one takes a second and megabytes, and most of a curve
-    are never asked for. A copy, or what is pickled, is a tuple of them.
-
-    Args:
-        makers: of each plan.
-    """
-
-    def __init__(self, makers: Sequence[Callable[[], SavedPlan]]) -> None:
-        self._makers = [cache(maker) for maker in makers]
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-    @overload
-    def __getitem__(self, index: int) -> SavedPlan: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[SavedPlan]: ...
-    def __getitem__(self, index: int | slice) -> SavedPlan | Sequence[SavedPlan]:
-        return OnRequest(self._makers[index]) if isinstance(index, slice) else self._makers[index]()
-
-    def __reduce__(self) -> tuple[type[tuple[Any, ...]], tuple[list[SavedPlan]]]:
-        return tuple, ([*self],)
-
-
 @dataclass(frozen=True)
 class Replan:
     """Result of :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan`.
@@ -107,8 +81,8 @@ class Replan:
     """Name of the current plan."""
     curve: tuple[Move, ...]
     """By bytes; each plan costs less than all before it."""
-    plans: Sequence[SavedPlan]
-    """Plans of the curve; each is made when it is first asked for."""
+    make: Callable[[int], SavedPlan] = field(repr=False, compare=False)
+    """Makes the plan of a point of the curve, by its index: on many ranks that takes a second."""
     afresh: Move
     """The plan as it would be made if nothing moved for free or at cost, with ranks named so that most bytes stay."""
     steps: int
@@ -136,7 +110,7 @@ class Replan:
     @property
     def plan(self) -> SavedPlan:
         """The one that takes least time over the steps that remain."""
-        return self.plans[self._best()]
+        return self.make(self._best())
 
     @property
     def chosen(self) -> Move:
@@ -184,10 +158,11 @@ class Replan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, without the plans, which are documents of their own."""
-        document = {"before": self.before, "chosen": asdict(self.chosen)} | asdict(replace(self, plans=()))
+        """For JSON, without plans, which are documents of their own."""
+        known = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "make"}
+        curve = [asdict(move) for move in self.curve]
         told = {"stays": self.stays, "saved_seconds": self.saved_seconds, "sentence": self.sentence}
-        return {name: value for name, value in document.items() if name != "plans"} | told
+        return {**known, "curve": curve, "afresh": asdict(self.afresh), "chosen": asdict(self.chosen), **told}
 
     def rows(self) -> list[tuple[int, str, str, float, float]]:
         """Return rows of :attr:`COLUMNS`, without moves that gain less than half a percent over the last row."""

@@ -42,7 +42,6 @@ from dreamshard_planner.problem.parts import (
 from dreamshard_planner.search_space.constraints import constraint_of
 from dreamshard_planner.search_space.input_checks import (
     available_bytes,
-    check_needs,
     check_per_feature,
     needed_bytes,
     per_feature,
@@ -140,7 +139,6 @@ class OptionReader:
         needs_PM, limits_DM = torch.zeros(len(parts), len(MEMORY_KINDS), dtype=torch.int64), available_bytes(topology)
         num_rules = 0
         if with_storage:
-            check_needs(tables.values())
             needs_PM = needed_bytes([part.shard for part in parts])
             if self._legal is not None:
                 need_PR, room_DR = self._legal.limits([fqn_of(part.option) for part in parts])

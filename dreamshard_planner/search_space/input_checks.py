@@ -18,7 +18,6 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
     Shard,
-    ShardingOption,
     Topology,
 )
 from torchrec.distributed.types import ModuleSharder
@@ -31,7 +30,7 @@ from dreamshard_planner.search_space.modules import (
     shardable_tables,
     table_configs,
 )
-from dreamshard_planner.search_space.options import counted, fqn_of, lacks_room, refused
+from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import (
     CPU_OPTIMIZERS,
     CPU_OUTPUTS,
@@ -42,8 +41,8 @@ from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.torchrec_components.compat import optimizer_name
 from dreamshard_planner.workload.statistics import TableStatistics
 
-MAX_BYTES = 2**60
-"""Most bytes of all tables and of any memory: sums of a few fit into int64."""
+MAX_BYTES = 2**50
+"""Most bytes of a memory that is a limit; sums of thousands fit into int64. A part that takes more does not fit."""
 MAX_PER_SAMPLE = 2**40
 """Most lookups or poolings per sample, or samples per batch, of one feature."""
 PER_FEATURE = ("pooling_factors", "num_poolings", "batch_sizes")
@@ -137,7 +136,7 @@ def check_topology(topology: Topology) -> None:
             if not _is_finite(size):
                 raise PlannerError(
                     f"rank {rank} of the topology has {size!r} bytes of {kind}: give a whole number, or one as large "
-                    f"as {MAX_BYTES:,} (2**60) where memory is no limit",
+                    f"as {MAX_BYTES:,} (2**50) where memory is no limit",
                     PlannerErrorType.OTHER,
                 )
 
@@ -153,26 +152,8 @@ def available_bytes(topology: Topology) -> Tensor:
 
 def needed_bytes(shards: Sequence[Shard]) -> Tensor:
     """Return the memory that every shard needs, int64 [P, M]."""
-    needs = [[min(getattr(shard.storage, kind.lower()), MAX_BYTES) for kind in MEMORY_KINDS] for shard in shards]
+    needs = [[min(getattr(shard.storage, kind.lower()), 2 * MAX_BYTES) for kind in MEMORY_KINDS] for shard in shards]
     return torch.tensor(needs, dtype=torch.int64).view(-1, len(MEMORY_KINDS))
-
-
-def check_needs(tables: Iterable[Sequence[ShardingOption]]) -> None:
-    """Raise PlannerError if the first shards of all tables exceed :data:`MAX_BYTES` of some memory."""
-    for kind in MEMORY_KINDS:
-
-        def need(option: ShardingOption, kind: str = kind.lower()) -> int:
-            return getattr(counted(option)[0][0].storage, kind)
-
-        least = [min(options, key=need) for options in tables]
-        total, largest = sum(map(need, least)), max(least, key=need)
-        if total > MAX_BYTES:
-            raise lacks_room(
-                f"Tables do not fit: they need {total:.3g} bytes of {kind}, more than any machine has; table "
-                f"{fqn_of(largest)!r} alone needs {need(largest):.3g}, with pooling factors "
-                f"{list(largest.input_lengths)} and {largest.batch_size:,} samples in a rank's batch. Pooling factors "
-                "are lookups per sample."
-            )
 
 
 def _is_finite(value: Any) -> bool:
