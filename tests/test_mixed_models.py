@@ -18,6 +18,7 @@ from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.planning.given_plans import check_room
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import CACHING, CW, DP, GRID, RW, TWCW, TWRW, broken, inexact
 from dreamshard_planner.torchrec_components.loop import LEAST_GAIN
@@ -68,7 +69,7 @@ def check_refusal(case: MixedCase, planner: DreamShardPlanner, error: PlannerErr
     if theirs is not None:  # it counts less of what data-parallel takes
         model = planner._model()
         with pytest.raises(PlannerError, match="do not fit"):
-            model.given.check_room(model.rated(theirs), f"seed {seed}: TorchRec finds a plan; ours: {text}")
+            check_room(model.rated(theirs), f"seed {seed}: TorchRec finds a plan; ours: {text}")
 
 
 def check_plan(case: MixedCase, planner: DreamShardPlanner, plan, seed: int) -> None:

@@ -205,7 +205,6 @@ def calibrate(
 
 def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) -> tuple[list[Table] | None, list[int]]:
     """Return the tables of a list or of a plan, None without either, and the batches that the plan's kernels see."""
-    from dreamshard_planner.offline.from_plan import check_statistics
     from dreamshard_planner.offline.jobs import read_model
     from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -220,7 +219,6 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
         if known is not None:
             known.unused(name for table in inputs.tables.values() for name in table.features)
         known = TableStatistics({**inputs.features, **(known or {})})
-        check_statistics(saved, known or None, statistics is not None)
         of_plan = [table.table(name, known) for name, table in inputs.tables.items()]
         return of_plan, [inputs.batch_size * inputs.topology.world_size]
     if source is None or not (model := read_model(source)).specs:

@@ -146,7 +146,7 @@ def diff(
             f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {first_of(found.only_after, 3)}; "
             f"give those that it was made with before {newer.name} to see what drifted."
         )
-    gain = _replanning(saved, other, newer.name, options)
+    gain = _replanning(saved, other, options)
     verdict = "plan again" if gain.gain >= worth else "keep the plan"
     said = (
         f"Verdict: {verdict}. By {newer.name}, {saved.name} costs {gain.keep_ms:.3f} ms, and planned again "
@@ -158,17 +158,11 @@ def diff(
         raise typer.Exit(PLAN_AGAIN)
 
 
-def _replanning(saved: SavedPlan, statistics: TableStatistics, name: str, options: SearchOptions) -> Replanning:
-    """Return the cost of a plan and of a new one by statistics of this name; refuses features without statistics."""
-    from dreamshard_planner.offline.from_plan import job_of, not_held
+def _replanning(saved: SavedPlan, statistics: TableStatistics, options: SearchOptions) -> Replanning:
+    """Return the cost of a plan and of a new one by newer statistics."""
+    from dreamshard_planner.offline.from_plan import job_of
     from dreamshard_planner.offline.what_if import replanning
 
-    if missing := not_held(saved, statistics):
-        raise StatisticsError(
-            f"{saved.name} may have been made with statistics of {first_of(missing, 3)}, and neither its file nor "
-            f"{name} has any: count these features as well; if they never were counted, dreamshard replan takes what "
-            "there is"
-        )
     job = job_of(saved, statistics)
     return replanning(replace(job, settings={**job.settings, **options.settings()}), saved)
 

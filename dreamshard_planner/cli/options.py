@@ -420,9 +420,14 @@ def load_plan(path: Path) -> SavedPlan:
     return SavedPlan.load(path)
 
 
-def tell_other_statistics(saved: SavedPlan, known: TableStatistics | None, given: Path | None) -> None:
-    """Note on stderr that a plan was made with other statistics; PlanError if its own are unknown."""
-    from dreamshard_planner.offline.from_plan import check_statistics
+def tell_other_statistics(saved: SavedPlan, known: TableStatistics | None) -> None:
+    """Note on stderr that a plan was made with other statistics than the known ones."""
+    from dreamshard_planner.planning.plan_inputs import statistics_for_file
+    from dreamshard_planner.support.fingerprint import digest
 
-    if told := check_statistics(saved, known, given is not None):
-        typer.echo(f"note: {told}", err=True)
+    if (None if known is None else digest(statistics_for_file(known))) != saved.inputs.statistics:
+        typer.echo(
+            f"note: {saved.name} was made with other statistics than these: its costs here are not those that it was "
+            "made by",
+            err=True,
+        )

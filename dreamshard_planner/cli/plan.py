@@ -37,7 +37,7 @@ from dreamshard_planner.cli.options import (
     whole,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, costliest, grid, save_page, show
-from dreamshard_planner.support.formatting import first_of, size_in_words
+from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def what_if(
         varied[axis] = list(dict.fromkeys([*varied.get(axis, ()), *values]))
     saved = load_plan(plan)
     job = options.job_of(saved)
-    tell_other_statistics(saved, job.model.statistics, options.statistics)
+    tell_other_statistics(saved, job.model.statistics)
     from dreamshard_planner.offline.what_if import what_if
 
     effort = "quick" if options.effort is None else options.effort.value
@@ -213,7 +213,7 @@ def replan(
     Nodes, ranks, batch size and tables are those of the plan unless given. Exit status 3 if moving is worth it, or has
     to be; 0 if the plan may stay.
     """
-    from dreamshard_planner.offline.from_plan import as_its_file_tells, check_statistics, not_held
+    from dreamshard_planner.offline.from_plan import as_its_file_tells
     from dreamshard_planner.offline.jobs import read_model
 
     saved, gone = load_plan(plan), ranks_of(lost) if lost else []
@@ -223,14 +223,6 @@ def replan(
     if tables is not None:
         model, known = read_model(tables), options.known()
         job = replace(job, model=model if known is None else model.with_statistics(known))
-    if missing := not_held(saved, job.model.statistics or ()):
-        if options.statistics is None:
-            check_statistics(saved, job.model.statistics, given=False)  # raises
-        typer.echo(
-            f"note: {saved.name} may have been made with statistics of {first_of(missing, 3)}; neither its file nor "
-            f"{options.statistics} has any: lookups per sample of its constraints are taken, or one",
-            err=True,
-        )
     machine = replace(
         job.machine, ranks_per_host=gpus_per_node or job.machine.ranks_per_host, hosts=nodes or job.machine.hosts
     )

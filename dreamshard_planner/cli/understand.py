@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from dreamshard_planner.planner import DreamShardPlanner
     from dreamshard_planner.plans.plan_file import SavedPlan
 
+ENTRIES_SHOWN = 16
+"""Most entries of a part of a file that ``info`` shows one by one."""
+
 
 @command("dreamshard report plan.json --html plan.html", Panel.understand)
 def report(plan: PlanArgument, html: HtmlOption = None, format: FormatOption = Format.table) -> None:
@@ -96,7 +99,7 @@ def compare(
 def _read(saved: SavedPlan, statistics: Path | None, costs: str | None) -> DreamShardPlanner:
     """Return a planner that has read a plan's job, with other statistics and costs if they are given."""
     job = RatingOptions(statistics=statistics, costs=costs).job_of(saved)
-    tell_other_statistics(saved, job.model.statistics, statistics)
+    tell_other_statistics(saved, job.model.statistics)
     return job.read()
 
 
@@ -220,36 +223,22 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
     from dreamshard_planner.plans import plan_file
     from dreamshard_planner.workload import statistics
 
-    files = observation.files_of(path)
-    document = read_json(files[0], DreamShardError)
+    document = read_json(observation.files_of(path)[0], DreamShardError)
     document = document if isinstance(document, dict) else {}
-    if document.get("format") == plan_file.FORMAT:
-        saved = plan_file.SavedPlan.load(path)
-        return "plan", {
-            "tables": len(saved.inputs.tables),
-            "ranks": saved.inputs.topology.all_ranks,
-            "total_ms": saved.predicted.chosen.total_ms,
-            "cost_source": saved.predicted.cost_source,
-            "libraries": saved.libraries,
-            "settings": saved.inputs.settings,
-            "hot_rows": {name: len(table.hot_rows) for name, table in saved.tables() if table.hot_rows},
-        }
-    if document.get("format") == observation.FORMAT:
-        seen = observation.Observation.load_all([path])
-        ranks = sorted({rank.rank for run in seen.runs for rank in run.ranks})
-        told = {"runs": len(seen.runs), "steps": seen.steps, "ranks": ranks, "hardware": seen.hardware}
-        return "observation", told
-    schema = document.get("schema")
-    if schema == statistics.SCHEMA:
-        found = statistics.TableStatistics.from_json(path)
-        factors = {name: feature.pooling_factor for name, feature in found.items()}
-        return "statistics", {"features": len(found), "pooling_factors": factors}
-    if schema == jobs.SCHEMA:
-        specs = jobs.read_table_list(path)
-        return "tables", {
-            "tables": len(specs),
-            "features": sum(len(spec.features) for spec in specs),
-            "rows": sum(spec.num_embeddings for spec in specs),
-            "weights": sum(spec.num_embeddings * spec.embedding_dim for spec in specs),
-        }
-    raise DreamShardError(f"{path}: a JSON file of no kind that this package writes or reads")
+    kinds = {
+        plan_file.FORMAT: "plan",
+        observation.FORMAT: "observation",
+        statistics.SCHEMA: "statistics",
+        jobs.SCHEMA: "tables",
+    }
+    kind = kinds.get(str(document.get("format", document.get("schema"))))
+    if kind is None:
+        raise DreamShardError(f"{path}: a JSON file of no kind that this package writes or reads")
+    return kind, {name: _counted(value) for name, value in document.items()}
+
+
+def _counted(value: Any) -> Any:
+    """Return a part of a document with the number of entries in place of long parts."""
+    if isinstance(value, list) or isinstance(value, dict) and len(value) > ENTRIES_SHOWN:
+        return f"{len(value):,} entries"
+    return {name: _counted(part) for name, part in value.items()} if isinstance(value, dict) else value

@@ -23,7 +23,7 @@ from dreamshard_planner.cost.dataset import hardware_key, same_hardware
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.errors import ObservationError, StatisticsError
 from dreamshard_planner.planning.plan_inputs import topology_arguments
-from dreamshard_planner.plans.plan_file import SavedPlan, without_dropped
+from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, Count, Several, document_of, entries_of, one_of, parsed
 from dreamshard_planner.support.files import brief, write_whole
@@ -40,8 +40,6 @@ from dreamshard_planner.workload.tables import (
 
 FORMAT = "dreamshard_planner observation"
 VERSION = 4
-OLDEST_VERSION = 2
-"""Oldest version that is read; its plans lack pods and TorchRec's own figures."""
 WARM_UP = 3
 """First steps of a run, which allocate memory and fill caches; left out if others follow."""
 OUTPUTS = "outputs"
@@ -345,11 +343,7 @@ class Observation:
     @classmethod
     def load(cls, path: str | Path) -> Observation:
         """Read a file; raises ObservationError, which names file and mistake."""
-        known = range(OLDEST_VERSION, VERSION + 1)
-        document = entries_of(path, FORMAT, known, "observe again", ObservationError)
-        runs = document.get("runs")
-        for run in runs if isinstance(runs, list) else ():
-            without_dropped(run.get("plan") if isinstance(run, dict) else None)
+        document = entries_of(path, FORMAT, range(VERSION, VERSION + 1), "observe again", ObservationError)
         return parsed(cls, document, path, ObservationError)
 
     @classmethod

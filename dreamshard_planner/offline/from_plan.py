@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from types import NoneType
@@ -16,15 +16,13 @@ from torchrec.modules.embedding_configs import dtype_to_data_type
 from dreamshard_planner.devices import GPUS, Machine, gpu_of
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
-from dreamshard_planner.planning.plan_inputs import PlannerSettings, statistics_for_file, topology_arguments
+from dreamshard_planner.planning.plan_inputs import PlannerSettings, topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.files import brief
-from dreamshard_planner.support.fingerprint import digest
-from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import NO_OPTIMIZER
 
@@ -67,35 +65,6 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         reserve=_reserve(saved),
         settings=_settings(saved),
     )
-
-
-def check_statistics(saved: SavedPlan, known: TableStatistics | None, given: bool) -> str | None:
-    """Return a note if a plan was made with other statistics than these, which were given.
-
-    Raises:
-        PlanError: none were given, and those of the plan are unknown.
-    """
-    if (None if known is None else digest(statistics_for_file(known))) == saved.inputs.statistics:
-        return None
-    if given or saved.inputs.statistics is None:
-        return (
-            f"{saved.name} was made with other statistics than these: its costs here are not those that it was made by"
-        )
-    missing = not_held(saved, known or ())
-    of = f" of features among {first_of(missing, 3)}" if missing else ""
-    raise PlanError(
-        f"{saved.name} was made with statistics{of} that it does not hold, and without them costs would be laid to the "
-        "wrong tables: give their file as --statistics (TableStatistics.to_json writes one)"
-    )
-
-
-def not_held(saved: SavedPlan, known: Collection[str]) -> list[str]:
-    """Return features whose statistics the plan may have used and neither its file nor ``known`` has."""
-    told = (digest(statistics_for_file(saved.inputs.features)), digest(known))
-    if saved.inputs.statistics in (None, *told):
-        return []
-    read = {name for table in saved.inputs.tables.values() for name in table.features}
-    return sorted(read - saved.inputs.features.keys() - set(known))
 
 
 def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_tables: bool) -> Replan:

@@ -5,20 +5,19 @@ name the table."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torchrec.distributed.planner.enumerators import get_partition_by_type
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Storage, Topology
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Storage
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
-from dreamshard_planner.planning.context import PlanRater, RatedPlan
+from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
 from dreamshard_planner.search_space.options import (
-    by_table,
     cannot_lie_so,
     counted,
     fqn_of,
@@ -34,133 +33,87 @@ from dreamshard_planner.search_space.options import (
 from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, SHARDING_TYPES, is_known
 from dreamshard_planner.search_space.usable_options import misses_rows
 from dreamshard_planner.support.formatting import NAMED, memory_in_words, nearest
-from dreamshard_planner.support.torch_state import single_thread
 from dreamshard_planner.workload.hot_rows import HotRows
 
 GivenPlan: TypeAlias = ShardingPlan | SavedPlan | Sequence[ShardingOption]
 """A plan of TorchRec's, one from a file, or one option with ranks for each table."""
 
 
-class GivenPlans:
-    """Reads and rates plans of one model.
+def tables_of_model(plan: GivenPlan, known: Collection[str]) -> dict[str, Any]:
+    """Return a plan's sharding of each known table; PlannerError if it has others, or lacks one."""
+    given, name = tables_of(plan), plan.name if isinstance(plan, SavedPlan) else "the plan"
+    unknown = [fqn for fqn in given if fqn not in known]
+    if unknown:
+        named = [f"{fqn!r}{nearest(fqn, known)}" for fqn in unknown[:NAMED]]
+        raise refused(
+            f"{name} shards {_count(unknown)} the planned model does not have, or not on this kind of device: "
+            f"{', '.join(named)}"
+        )
+    missing = [fqn for fqn in known if fqn not in given]
+    if missing:
+        raise refused(
+            f"{name} has no sharding of {_count(missing)} the planned model has: "
+            f"{', '.join(map(repr, missing[:NAMED]))}"
+        )
+    return given
+
+
+def as_option(
+    fqn: str,
+    given: ShardingOption | ParameterSharding | TableSharding,
+    choices: Sequence[ShardingOption],
+    world_size: int,
+) -> ShardingOption:
+    """Return a table's sharding as an option with ranks.
 
     Args:
-        context: of the planner that enumerated the options.
-        search_space: all options of all tables.
-        left: topology with the memory that the storage reservation left.
+        fqn: fully qualified name of the table.
+        given: its sharding. A given option is returned as it is, others become copies of enumerated options.
+        choices: its enumerated options.
+        world_size: number of ranks.
+
+    Raises:
+        PlannerError: shards leave the table or do not cover it; ranks are missing or impossible; the sharding type is
+            unknown.
     """
+    sharding = sharding_of(fqn, given, tuple(choices[0].tensor.shape))
+    if sharding.sharding_type not in SHARDING_TYPES:
+        raise refused(
+            f"table {fqn!r}: unknown sharding type {sharding.sharding_type!r}; known are {', '.join(SHARDING_TYPES)}"
+        )
+    rows, dim = choices[0].tensor.shape
+    try:
+        check_shards(fqn, sharding, rows, dim, world_size)
+    except ValueError as error:
+        raise PlannerError(str(error), PlannerErrorType.INVALID_RANK_ASSIGNMENT) from error
+    known = _known(choices, sharding)
+    if isinstance(given, ShardingOption):
+        return _unestimated(given) if _is_stale(given, known) else given
+    option = copy.deepcopy(known or choices[0])
+    if known is None:
+        option.sharding_type, option.compute_kernel = sharding.sharding_type, sharding.kernel
+        option.partition_by = get_partition_by_type(sharding.sharding_type)
+        option.shards = [Shard([*place.size], [*place.offset]) for place in sharding.shards]
+    if isinstance(given, ParameterSharding):
+        for name in ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype"):
+            setattr(option, name, getattr(given, name))
+    elif known is None or sharding.cache_load_factor is not None:
+        params = option.cache_params or CacheParams()
+        option.cache_params = replace(params, load_factor=sharding.cache_load_factor)
+    if sharding.hot_rows:
+        option = with_hot_rows(option, HotRows(torch.tensor(sharding.hot_rows), rows))
+    set_ranks(option, [place.rank for place in sharding.shards])
+    return _unestimated(option) if _is_stale(option, known) else option
 
-    def __init__(self, context: PlanRater, search_space: Sequence[ShardingOption], left: Topology) -> None:
-        self._context = context
-        self.left = left
-        self.by_table = by_table(search_space)
 
-    def options(self, plan: GivenPlan) -> list[ShardingOption]:
-        """Return one option with ranks for each table, in the order of the search space.
+def enumerated_as(choices: Sequence[ShardingOption], sharding: TableSharding) -> ShardingOption | None:
+    """Return the enumerated option that shards a table so, if there is one.
 
-        Given options are returned as they are. Other plans become copies of the enumerated options.
-
-        Raises:
-            PlannerError: tables are missing, unknown or given twice; shards leave their table or do not cover it; ranks
-                are missing or impossible; a sharding type or kernel is unknown; blocks of rows are not equal.
-        """
-        given = self._tables(plan)
-        options = [self.as_option(fqn, given[fqn]) for fqn in self.by_table]
-        for option in options:
-            _check_rows(option)
-        return options
-
-    def enumerated(self, plan: SavedPlan) -> dict[int, ShardingOption]:
-        """Return the options that a file chose, each by the storage hash of the enumerated option (:meth:`known`).
-
-        Raises:
-            PlannerError: as of :meth:`options`, or a table is sharded in a way that was not enumerated for it.
-        """
-        given, chosen = self._tables(plan), {}
-        for fqn, choices in self.by_table.items():
-            sharding = given[fqn]
-            _check_rows(self.as_option(fqn, sharding))
-            known = self.known(fqn, sharding)
-            if known is None:
-                ways = sorted({f"{choice.sharding_type} {choice.compute_kernel}" for choice in choices})
-                constraints = self._context.constraints
-                why = None if constraints is None else constraints.left_out.get(fqn, {}).get(sharding.sharding_type)
-                raise PlannerError(
-                    f"table {fqn!r} is sharded {sharding.label} by compute kernel {sharding.kernel!r} in "
-                    f"{len(sharding.shards)} shard(s) in {plan.name}, which is none of the ways that it may be sharded "
-                    f"here ({', '.join(ways)})" + (f"; {sharding.sharding_type} is left out: {why}" if why else ""),
-                    PlannerErrorType.PLAN_LOADING_FAILED,
-                )
-            chosen[known.storage_hash()] = self.as_option(fqn, sharding)
-        return chosen
-
-    @torch.no_grad()
-    def rated(self, plan: GivenPlan) -> RatedPlan:
-        """Return a plan with its memory and costs; errors as of :meth:`options`."""
-        with single_thread():
-            options = self.options(plan)
-            self._context.complete(options)
-            return self._context.rated(options, self.left)
-
-    def known(self, fqn: str, sharding: TableSharding) -> ShardingOption | None:
-        """Return the enumerated option that shards a table so, if there is one.
-
-        A cached table may have been promoted to device memory, as by TorchRec's ``EmbeddingOffloadScaleupProposer``.
-        """
-        kernels = (sharding.kernel, *([CACHING] if sharding.kernel == FUSED else []))
-        found = (_known(self.by_table[fqn], replace(sharding, kernel=kernel)) for kernel in kernels)
-        return next(filter(None, found), None)
-
-    def _tables(self, plan: GivenPlan) -> dict[str, Any]:
-        """Return a plan's sharding of each table of the model, and of no other table."""
-        given, name = tables_of(plan), plan.name if isinstance(plan, SavedPlan) else "the plan"
-        unknown = [fqn for fqn in given if fqn not in self.by_table]
-        if unknown:
-            named = [f"{fqn!r}{nearest(fqn, self.by_table)}" for fqn in unknown[:NAMED]]
-            raise refused(
-                f"{name} shards {_count(unknown)} the planned model does not have, or not on this kind of device: "
-                f"{', '.join(named)}"
-            )
-        missing = [fqn for fqn in self.by_table if fqn not in given]
-        if missing:
-            raise refused(
-                f"{name} has no sharding of {_count(missing)} the planned model has: "
-                f"{', '.join(map(repr, missing[:NAMED]))}"
-            )
-        return given
-
-    def as_option(self, fqn: str, given: ShardingOption | ParameterSharding | TableSharding) -> ShardingOption:
-        """Return a table's sharding as an option; errors as of :meth:`options`."""
-        choices = self.by_table[fqn]
-        sharding = sharding_of(fqn, given, tuple(choices[0].tensor.shape))
-        if sharding.sharding_type not in SHARDING_TYPES:
-            raise refused(
-                f"table {fqn!r}: unknown sharding type {sharding.sharding_type!r}; known are "
-                f"{', '.join(SHARDING_TYPES)}"
-            )
-        rows, dim = choices[0].tensor.shape
-        try:
-            check_shards(fqn, sharding, rows, dim, self.left.world_size)
-        except ValueError as error:
-            raise PlannerError(str(error), PlannerErrorType.INVALID_RANK_ASSIGNMENT) from error
-        known = _known(choices, sharding)
-        if isinstance(given, ShardingOption):
-            return _unestimated(given) if _is_stale(given, known) else given
-        option = copy.deepcopy(known or choices[0])
-        if known is None:
-            option.sharding_type, option.compute_kernel = sharding.sharding_type, sharding.kernel
-            option.partition_by = get_partition_by_type(sharding.sharding_type)
-            option.shards = [Shard([*place.size], [*place.offset]) for place in sharding.shards]
-        if isinstance(given, ParameterSharding):
-            for name in ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype"):
-                setattr(option, name, getattr(given, name))
-        elif known is None or sharding.cache_load_factor is not None:
-            params = option.cache_params or CacheParams()
-            option.cache_params = replace(params, load_factor=sharding.cache_load_factor)
-        if sharding.hot_rows:
-            option = with_hot_rows(option, HotRows(torch.tensor(sharding.hot_rows), rows))
-        set_ranks(option, [place.rank for place in sharding.shards])
-        return _unestimated(option) if _is_stale(option, known) else option
+    A cached table may have been promoted to device memory, as by TorchRec's ``EmbeddingOffloadScaleupProposer``.
+    """
+    kernels = (sharding.kernel, *([CACHING] if sharding.kernel == FUSED else []))
+    found = (_known(choices, replace(sharding, kernel=kernel)) for kernel in kernels)
+    return next(filter(None, found), None)
 
 
 def check_room(plan: RatedPlan, name: str) -> None:
@@ -191,7 +144,7 @@ def _known(choices: Iterable[ShardingOption], sharding: TableSharding) -> Shardi
     return next(sized, known[0] if known else None)
 
 
-def _check_rows(option: ShardingOption) -> None:
+def check_rows(option: ShardingOption) -> None:
     """Raise PlannerError, naming table and rows, if TorchRec would look rows up elsewhere than they lie."""
     if MISSED_ROWS not in type_of(option).broken_cuts or not misses_rows(option):
         return

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
 from torch import nn
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -24,11 +25,19 @@ from dreamshard_planner import __version__
 from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.explanation import Explanation, explain
-from dreamshard_planner.planning.given_plans import GivenPlan, GivenPlans, check_room, shardings
+from dreamshard_planner.planning.given_plans import (
+    GivenPlan,
+    as_option,
+    check_room,
+    check_rows,
+    enumerated_as,
+    shardings,
+    tables_of_model,
+)
 from dreamshard_planner.planning.plan_inputs import PlannerSettings, plan_inputs
 from dreamshard_planner.planning.plan_notes import assumptions
 from dreamshard_planner.planning.ranks import PlannedRanks
-from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
+from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableSharding
 from dreamshard_planner.plans.report import Note, Report
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.parts import impossible_types
@@ -41,10 +50,11 @@ from dreamshard_planner.search_space.constraints import (
 )
 from dreamshard_planner.search_space.input_checks import check_topology, doubtful_inputs, unused_names
 from dreamshard_planner.search_space.modules import shardable_tables, unsharded_modules, without_weights
-from dreamshard_planner.search_space.options import hot_rows_of
+from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.usable_options import mixed_exchanges
 from dreamshard_planner.support.fingerprint import canonical, digest
+from dreamshard_planner.support.torch_state import single_thread
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
@@ -174,25 +184,46 @@ class ModelProblem:
         return digest([self.inputs, left_bytes, sorted(map(canonical, options)), parts])
 
     @cached_property
-    def given(self) -> GivenPlans:
-        """Reader of plans from elsewhere."""
-        return GivenPlans(self.context, self.search_space, self.left)
+    def by_table(self) -> dict[str, list[ShardingOption]]:
+        """Options of every table, by its fully qualified name."""
+        return by_table(self.search_space)
 
+    def options(self, plan: AnyPlan) -> list[ShardingOption]:
+        """Return one option with ranks for each table, in the order of the search space.
+
+        Given options are returned as they are. Other plans become copies of the enumerated options.
+
+        Raises:
+            PlannerError: tables are missing, unknown or given twice; shards leave their table or do not cover it; ranks
+                are missing or impossible; a sharding type or kernel is unknown; blocks of rows are not equal.
+            PlanError: a file can't be read.
+        """
+        given = tables_of_model(_loaded(plan), self.by_table)
+        ranks = self.left.world_size
+        options = [as_option(fqn, given[fqn], choices, ranks) for fqn, choices in self.by_table.items()]
+        for option in options:
+            check_rows(option)
+        return options
+
+    @torch.no_grad()
     def rated(self, plan: AnyPlan) -> RatedPlan:
-        """Read and rate a plan; errors as of :meth:`GivenPlans.options`, and PlanError for a file."""
-        return self.given.rated(_loaded(plan))
+        """Return a plan with its memory and costs; errors as of :meth:`options`."""
+        with single_thread():
+            options = self.options(plan)
+            self.context.complete(options)
+            return self.context.rated(options, self.left)
 
     def lookups_per_sample(self) -> dict[str, float]:
         """Return lookups per sample, by feature: from statistics, constraints, or TorchRec's default."""
-        reader, tables = self.context.reader, (options[0] for options in self.given.by_table.values())
+        reader, tables = self.context.reader, (options[0] for options in self.by_table.values())
         each = ((reader.declared(option).features, reader.pooling_factors(option)) for option in tables)
         return {name: factor for names, factors in each for name, factor in zip(names, factors, strict=True)}
 
     def saved(self, plan: AnyPlan, name: str, report: Report | None = None) -> SavedPlan:
         """Return a plan with all its inputs and with its report, by default a new one."""
-        options = self.given.options(_loaded(plan))
+        options = self.options(plan)
         if report is None:
-            report = self.context.report(self.given.rated(options))
+            report = self.context.report(self.rated(options))
         return SavedPlan(
             libraries=libraries(),
             predicted=report.predicted,
@@ -210,10 +241,11 @@ class ModelProblem:
         return replace(self.inputs, features=features)
 
     def matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
-        """Return a file's options, as :meth:`GivenPlans.enumerated`.
+        """Return the options that a file chose, each by the storage hash of the enumerated option.
 
         Raises:
-            PlannerError: the file was made for other inputs; its plan does not fit, or breaks a rule.
+            PlannerError: the file was made for other inputs; its plan does not fit, or breaks a rule; a table is
+                sharded in a way that was not enumerated for it; or as of :meth:`options`.
         """
         if stale := list(stale_differences(saved.inputs, self.inputs)):
             raise PlannerError(
@@ -222,18 +254,36 @@ class ModelProblem:
                 "plan_loader, and save again, which moves everything anew.",
                 PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
             )
+        tables, options = dict(saved.tables()), {}
         made_for = saved.inputs.settings.get("vocabulary", "")
-        if made_for != self.settings.vocabulary and any(table.hot_rows for _, table in saved.tables()):
+        if made_for != self.settings.vocabulary and any(table.hot_rows for table in tables.values()):
             raise PlannerError(
                 f"{saved.name} has hot rows of vocabulary {made_for!r}, this job has {self.settings.vocabulary!r}. "
                 "Plan again with statistics of the present vocabulary.",
                 PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
             )
-        options = self.given.enumerated(saved)
-        check_room(self.given.rated(list(options.values())), saved.name)
+        for option in self.options(saved):
+            known = self._enumerated(option, tables[fqn_of(option)], saved.name)
+            options[known.storage_hash()] = option
+        check_room(self.rated(list(options.values())), saved.name)
         if self.legal is not None:
-            self.legal.check(dict(saved.tables()), saved.name)
+            self.legal.check(tables, saved.name)
         return options
+
+    def _enumerated(self, option: ShardingOption, sharding: TableSharding, name: str) -> ShardingOption:
+        """Return the enumerated option that shards a table as a file of this name does."""
+        fqn = fqn_of(option)
+        choices = self.by_table[fqn]
+        if (known := enumerated_as(choices, sharding)) is not None:
+            return known
+        ways = sorted({f"{choice.sharding_type} {choice.compute_kernel}" for choice in choices})
+        why = self.left_out.get(fqn, {}).get(sharding.sharding_type)
+        raise PlannerError(
+            f"table {fqn!r} is sharded {sharding.label} by compute kernel {sharding.kernel!r} in "
+            f"{len(sharding.shards)} shard(s) in {name}, which is none of the ways that it may be sharded "
+            f"here ({', '.join(ways)})" + (f"; {sharding.sharding_type} is left out: {why}" if why else ""),
+            PlannerErrorType.PLAN_LOADING_FAILED,
+        )
 
     def explained(self, plan: AnyPlan, rank: int | None) -> Explanation:
         """Explain the time of one rank of a plan, by default of the slowest."""

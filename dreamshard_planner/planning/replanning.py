@@ -20,7 +20,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.planning.given_plans import sharding_of, tables_of
+from dreamshard_planner.planning.given_plans import as_option, enumerated_as, sharding_of, tables_of
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.replan import Move, Moving, Replan, names_that_keep_most, renamed
@@ -161,11 +161,11 @@ class _Ways:
 
     def __init__(self, model: ModelProblem, held: Held, fresh: Sequence[ShardingOption]) -> None:
         self._held, self._saved = held, model.saved(fresh, "plan")
-        given = model.given
-        named = given.options(renamed(self._saved, names_that_keep_most(held.shards, self._saved)))
+        named = model.options(renamed(self._saved, names_that_keep_most(held.shards, self._saved)))
         searched = _searched(model, named)
-        known = {fqn: table for fqn, table in held.whole.items() if given.known(fqn, table) is not None}
-        now = [given.as_option(fqn, table) for fqn, table in known.items()]
+        known = {fqn: table for fqn, table in held.whole.items() if enumerated_as(model.by_table[fqn], table)}
+        ranks = model.left.world_size
+        now = [as_option(fqn, table, model.by_table[fqn], ranks) for fqn, table in known.items()]
         ways = set(map(_way, searched))
         now = [option for option in now if _may_stay(option, ways)]
         options = list({_way(option): option for option in [*now, *named, *searched]}.values())

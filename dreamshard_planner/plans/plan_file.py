@@ -62,12 +62,6 @@ from dreamshard_planner.workload.tables import (
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 8
-OLDEST_VERSION = 6
-"""Read as well; these files lack fields of topologies (6), and of predictions (7)."""
-DROPPED = (
-    "predicted.measured", "predicted.measured_before", "inputs.settings.refine_seconds", "inputs.settings.recipe"
-)  # fmt: skip
-"""Entries that earlier versions wrote, and that :func:`without_dropped` removes."""
 BANDWIDTHS = {
     "HBM": "hbm_mem_bw",
     "DDR": "ddr_mem_bw",
@@ -278,8 +272,7 @@ class PlanInputs:
     settings: dict[str, Any]
     """Arguments of the planner: cost source, checkpoint, seed, and so on."""
     features: dict[str, FeatureStatistics]
-    """Statistics, without hot ids unless the feature's table has hot rows. Files of earlier releases lack features with
-    a histogram of ids."""
+    """Statistics, without hot ids unless the feature's table has hot rows."""
 
 
 @dataclass(frozen=True)
@@ -376,24 +369,11 @@ class SavedPlan:
             PlanError: missing, truncated, foreign, of another version, or damaged; names the file, the entry and what
                 is wrong with it.
         """
-        known = range(OLDEST_VERSION, VERSION + 1)
-        document = entries_of(path, FORMAT, known, "plan and save again", PlanError)
-        saved = parsed(cls, {**without_dropped(document), "name": Path(path).name}, path, PlanError)
+        document = entries_of(path, FORMAT, range(VERSION, VERSION + 1), "plan and save again", PlanError)
+        saved = parsed(cls, {**document, "name": Path(path).name}, path, PlanError)
         if saved.inputs.tables and not saved.alone_ms:
             raise PlanError(f"{path}: alone_ms has no table: plan and save again")
         return saved
-
-
-def without_dropped(document: Any) -> Any:
-    """Return the document of a plan without the entries of :data:`DROPPED`, which it loses in place."""
-    for entry in DROPPED:
-        *path, name = entry.split(".")
-        inner = document
-        for key in path:
-            inner = inner.get(key) if isinstance(inner, dict) else None
-        if isinstance(inner, dict):
-            inner.pop(name, None)
-    return document
 
 
 def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_size: int) -> None:

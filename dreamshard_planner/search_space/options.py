@@ -284,9 +284,3 @@ def same_option(one: ShardingOption, other: ShardingOption) -> bool:
     return [(shard.perf, shard.storage) for shard in one.shards] == [
         (shard.perf, shard.storage) for shard in other.shards
     ]
-
-
-def same_options(plan: Sequence[ShardingOption], other: Sequence[ShardingOption]) -> bool:
-    """Return whether two plans have equal options for the same tables, on any ranks."""
-    mine, theirs = ({fqn_of(option): option for option in options} for options in (plan, other))
-    return mine.keys() == theirs.keys() and all(same_option(mine[fqn], theirs[fqn]) for fqn in mine)

