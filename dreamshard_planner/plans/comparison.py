@@ -152,16 +152,15 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
     compares with a file: ``compare("plan.json", planner.saved_plan())``.
 
     Args:
-        before: a plan, or the file of one.
+        before: a plan, or the file of one, which gives it its path for a name.
         after: another one.
 
     Raises:
         PlanError: a file can't be read; names it.
     """
-    labels = _labels(before, after)
     before, after = (
-        plan if isinstance(plan, SavedPlan) else replace(SavedPlan.load(plan), name=label)
-        for plan, label in zip((before, after), labels, strict=True)
+        plan if isinstance(plan, SavedPlan) else replace(SavedPlan.load(plan), name=str(plan))
+        for plan in (before, after)
     )
     one, other = dict(before.tables()), dict(after.tables())
     alike = sorted(fqn for fqn in one if before.inputs.tables[fqn] == after.inputs.tables.get(fqn))
@@ -180,17 +179,6 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         inputs=tuple(text for text in differences(before.inputs, after.inputs) if text not in machine),
         samples=(_samples(before), _samples(after)),
     )
-
-
-def _labels(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> tuple[str, str]:
-    """Names of the two, of files with as many folders as tell them apart."""
-    if isinstance(before, SavedPlan) or isinstance(after, SavedPlan):
-        one, other = (plan.name if isinstance(plan, SavedPlan) else Path(plan).name for plan in (before, after))
-        return one, other
-    paths = [Path(plan).resolve().parts for plan in (before, after)]
-    length = next((n for n in range(1, max(map(len, paths))) if paths[0][-n:] != paths[1][-n:]), 1)
-    first, second = (str(Path(*parts[-length:])) for parts in paths)
-    return first, second
 
 
 def _samples(plan: SavedPlan) -> int:
