@@ -6,7 +6,7 @@ Shapes: P parts, U units, D ranks, M limits, R rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,7 @@ def infeasible(problem: Problem, left_out: LeftOut, proven: bool = False) -> Pla
     homeless, short, crowded = _homeless(units, problem), shortage(problem), _crowded_rules(units, problem)
     if crowded and not short:
         return lacks_room(f"placement_rules cannot be kept: {crowded}.")
-    unsplit = homeless or ([] if short else [_largest(units)])
+    unsplit = homeless or ([] if short else [_largest(_widest(units))])
     why = _unsplit([unit.table for unit in unsplit if unit.span == 1][:NAMED], left_out)
     under_rules = " where placement_rules leave them" if problem.num_rules else ""
     return lacks_room(
@@ -100,10 +100,10 @@ def _missing(who_needs: str, need: int, memory: str, who_has: str, room: int) ->
     )
 
 
-def _homeless(units: Iterable[_Unit], problem: Problem) -> list[_Unit]:
+def _homeless(units: Sequence[_Unit], problem: Problem) -> list[_Unit]:
     """Return the units that no rank is large enough for; of one table, the first."""
     first: dict[str, _Unit] = {}
-    for unit in units:
+    for unit in _widest(units):
         if unit.table not in first and not has_room(unit.rank_M, problem.limits_DM).any():
             first[unit.table] = unit
     return list(first.values())
@@ -126,6 +126,11 @@ def shortage(problem: Problem) -> str:
     if len(homeless) > NAMED:
         lines.append(f"and {len(homeless) - NAMED} more tables fit on no rank")
     return "; ".join(lines) or _totals(units, problem)
+
+
+def _widest(units: Sequence[_Unit]) -> list[_Unit]:
+    """Return the units of several ranks, which find their ranks first; all units if there are none."""
+    return [unit for unit in units if unit.span > 1] or list(units)
 
 
 def _largest(units: Iterable[_Unit]) -> _Unit:
@@ -158,7 +163,7 @@ def _crowded_rules(units: list[_Unit], problem: Problem) -> str:
 
 def _packing_reason(units: list[_Unit], problem: Problem, proven: bool) -> str:
     """Return the reason if all memories suffice, but not for shards of these sizes."""
-    largest, used_M = _largest(units), torch.stack([unit.all_M for unit in units]).sum(0).tolist()
+    largest, used_M = _largest(_widest(units)), torch.stack([unit.all_M for unit in units]).sum(0).tolist()
     kinds = [
         f"{memory_in_words(room - used)} of {name} would be left over all ranks"
         for room, used, name, need in zip(_total_room(problem), used_M, MEMORY_KINDS, largest.all_M, strict=False)
