@@ -7,8 +7,7 @@
 CPU ranks over gloo, one thread each, or a GPU a rank. Two sequence tables with row-wise Adagrad have the same reads by
 a power law, at random rows. The planner chooses hot rows from statistics of other batches, within --memory of a rank's
 part of the tables. Contenders: tables without and with TorchRec's index dedup, and with hot rows. They train the same
-batches, in blocks that come in shuffled turns. A block takes as long as on its slowest rank. A round's ratio is of its
-blocks.
+batches in turns (``compare_steps``).
 
 With --hot-rows, so many rows of each table are hot, whatever the planner would choose. On one rank this shows what
 splitting takes: nothing is exchanged, and each pass is timed by itself.
@@ -31,9 +30,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -58,18 +56,20 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from common.dedup_on_cpu import dedup_on_cpu
-from common.output import append, interval, provenance, quiet
+from common.output import append, provenance, quiet
 from dlrm.options import Node, cpu_rank
-from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics, compare_steps
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.hot_rows.routing import HotIndex
 from dreamshard_planner.measure.collectives import TRIMMED, measure
+from dreamshard_planner.observing.step_comparison import Step
 from dreamshard_planner.workload.hot_rows import HotRows
 from dreamshard_planner.workload.pools import named_pool
 
 FEATURES, BATCHES, COUNTED, PASSES, EXCHANGE_ROUNDS, REPEATS = ["f0", "f1"], 2, 8, 20, 7, 9
+BLOCK_SECONDS = 0.3
 ROW_WISE, DEDUP, HOT = "row_wise", "row_wise, index dedup", "hot rows"
 
 
@@ -220,13 +220,8 @@ class Contender:
             plan = replicate_hot_rows(plan, {f"ec.t{i}": law.hottest(args.hot_rows) for i in range(len(FEATURES))})
         self.model = DistributedModelParallel(model, device=node.device, plan=plan, sharders=sharders)
         self._plan, self._sharders, self._synchronize = plan, sharders, node.synchronize
-        for value in self.model.state_dict().values():
-            for shard in getattr(value, "local_shards", list)():
-                shard.tensor.uniform_(-0.01, 0.01)
-        self.model.load_state_dict(self.model.state_dict())
         parameters = [value for name, value in self.model.named_parameters() if name.startswith("top.")]
         self._optimizer = torch.optim.SGD(parameters, lr=0.1)
-        self.blocks_ms: list[float] = []
 
     def vectors_ms(self, checkpoint: Checkpoint) -> float:
         """Predict the milliseconds of the exchange of vectors by a checkpoint's collectives."""
@@ -235,18 +230,11 @@ class Contender:
         told = planner.saved_plan(self._plan).predicted.collectives
         return sum(ms for name, ms in told if not name.endswith((" lookups", " bucketing")))
 
-    def train(self, batches: list[KeyedJaggedTensor]) -> None:
-        """Train a block, timed by the slowest rank."""
-        dist.barrier()
-        start = time.perf_counter()
-        for batch in batches:
-            self._optimizer.zero_grad()
-            self.model(batch).backward()
-            self._optimizer.step()
-        self._synchronize()
-        block_ms = torch.tensor((time.perf_counter() - start) * 1e3 / len(batches), device=batches[0].device())
-        dist.all_reduce(block_ms, op=dist.ReduceOp.MAX)
-        self.blocks_ms.append(float(block_ms))
+    def step(self, batches: Iterator[KeyedJaggedTensor]) -> None:
+        """Train one step."""
+        self._optimizer.zero_grad()
+        self.model(next(batches)).backward()
+        self._optimizer.step()
 
     def passes_ms(self, batch: KeyedJaggedTensor) -> list[float]:
         """Return the median milliseconds of a forward and of a backward pass, each waited for."""
@@ -333,35 +321,33 @@ def measured(args: argparse.Namespace, exponent: float, node: Node, exchanges: E
     draw = partial(drawn, [law] * len(FEATURES), [args.lookups] * len(FEATURES), args.batch_size)
     if not args.hot_rows:
         statistics = TableStatistics.from_batches(draw(COUNTED, seed=100 + node.rank)).all_gather()
-    batches, order = [one.to(node.device) for one in draw(BATCHES, seed=node.rank)], random.Random(0)
+    batches = [one.to(node.device) for one in draw(BATCHES, seed=node.rank)]
     names = (ROW_WISE, HOT) if args.hot_rows else (ROW_WISE, DEDUP, HOT)
     contenders = {name: Contender(name, args, law, statistics, node) for name in names}
     bytes_sent: dict[str, float] = {}
     steps: dict[str, list[Callable[[], Any]]] = {}
     for name, contender in contenders.items():
-        contender.train(batches[:1])
+        contender.step(iter(batches))
         steps[name] = exchanges.of_step(lambda model=contender.model: model(batches[0]).backward())
         bytes_sent[name] = sum(sent_bytes(exchanges, node).values())
-        contender.blocks_ms.clear()
     exchanged = [
         exchange_of_round(args, {name: contenders[name] for name in (ROW_WISE, HOT)}, steps, node)
         for _ in range(EXCHANGE_ROUNDS if node.world_size > 1 else 0)
     ]
-    for _ in range(args.rounds):
-        for name in order.sample(sorted(contenders), len(contenders)):
-            contenders[name].train(batches)
+
+    def build(contender: Contender) -> tuple[nn.Module, Step]:
+        return contender.model, contender.step
+
+    counts = {"copies": 1, "rounds": args.rounds, "block_seconds": BLOCK_SECONDS, "observed_steps": 0}
+    compared = compare_steps(build, contenders, batches, **counts)
     told: dict[str, Any] = {
         "exponent": exponent,
         "rows": args.rows,
         "dim": args.dim,
         "lookups": args.batch_size * args.lookups,
         "sent_bytes": bytes_sent,
-        "step_ms": {name: float(np.median(one.blocks_ms)) for name, one in contenders.items()},
-    }
-    base = np.array(contenders[ROW_WISE].blocks_ms)
-    told["step_over_row_wise"] = {
-        name: interval(lambda at, one=one: np.median(np.array(one.blocks_ms)[at] / base[at], 1), len(base))
-        for name, one in contenders.items()
+        "step_ms": {name: float(np.median(ms)) for name, ms in compared.step_ms.items()},
+        "step_over_row_wise": {name: compared.ratio(name) for name in contenders},
     }
     if args.hot_rows:
         return told | {"hot_rows": args.hot_rows} | split_alone(args, law, contenders, batches[0], node)
