@@ -168,7 +168,7 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             raise RefusedError(f"{what}: not in the checkpoint; if it is new, pass added=[{table or key!r}]")
         if isinstance(entry, BytesStorageMetadata):
             return [Read(read_bytes(key))]
-        size = tuple(value.size()) if isinstance(value, Tensor) else f"what is a {type(value).__name__}"
+        size = tuple(value.size()) if isinstance(value, Tensor) else f"a {type(value).__name__}"
         if tuple(entry.size) != size:
             raise RefusedError(f"{what}: of size {tuple(entry.size)} in the checkpoint, {size} here")
         shards = _create_chunk_list(value)

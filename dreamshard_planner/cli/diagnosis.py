@@ -177,9 +177,10 @@ def _checkpoint(device: str) -> Finding:
         return Finding(subject, str(error), "missing")
     learned = checkpoint.metadata.get("learned")
     if checkpoint.cost is None and not learned:
-        how = f"on such a device, dreamshard train --device {device} measures"
-        measured = [Checkpoint.load(path).measured_on for path in sorted(SHIPPED.glob("nvidia-*.safetensors"))]
-        named = f"plans for {', '.join(measured)} take networks measured there" if device == "cuda" else ""
+        how = f"to measure a network for another one, run dreamshard train --device {device} on it"
+        paths = sorted(SHIPPED.glob("nvidia-*.safetensors"))
+        measured = [Checkpoint.load(path).measured_on.split(",")[0] for path in paths]
+        named = f"plans for {', '.join(measured)} use a network measured on that card" if device == "cuda" else ""
         advice = "; ".join(filter(None, (checkpoint.why, named, how)))
         return Finding(subject, f"{checkpoint.name}: bandwidths, for cards without a network", "note", advice)
     topology = Machine(ranks_per_host=1, device=device).topology()

@@ -24,6 +24,8 @@ MAX_TABLES = 5
 """Costliest tables of the rank whose changes are rated."""
 MAX_NAMED = 4
 """Tables of a fused kernel named in the text."""
+LEAST_SHOWN_MS = 0.0005
+"""Change of a step that the text's three decimals show."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class Explanation:
 def _gain(change: Change | None) -> str:
     if change is None:
         return "not possible, no other way is allowed and has room"
+    if abs(change.gain_ms) < LEAST_SHOWN_MS:
+        return "no gain"
     return f"{change.how}, {abs(change.gain_ms):.3f} ms {'faster' if change.gain_ms >= 0 else 'slower'}"
 
 

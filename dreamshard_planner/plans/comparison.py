@@ -104,7 +104,10 @@ class Comparison:
     def _headline(self) -> str:
         """Which is cheaper, by how much, and in what."""
         if not self.one_cost_source:
-            return f"Costs of {self.before} and {self.after} are of different sources, and do not compare."
+            return (
+                f"Costs of {self.before} and {self.after} come from different sources and cannot be compared. Rate "
+                "both by one source: dreamshard compare --costs auto."
+            )
         before, after = self.cost_before.chosen, self.cost_after.chosen
         times = after.total_ms / before.total_ms if before.total_ms > 0 else 1.0
         one, other = self.samples

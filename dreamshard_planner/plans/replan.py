@@ -144,8 +144,8 @@ class Replan:
                     f"something else, then -> now: {'; '.join(self.stale)})"
                 )
             return (
-                f"{stay}: {chosen.step_ms:.3f} ms per step, and no plan saves as much over {steps} "
-                "as moving to it takes."
+                f"{stay}: {chosen.step_ms:.3f} ms per step. Over {steps}, moving to any other plan costs more time "
+                "than it saves."
             )
         because = f"{self.before} cannot stay ({'; '.join(self.forced)}). " if self.forced else ""
         move = f"{because}Move {chosen.tables} table(s), {size_in_words(chosen.bytes_moved)}: {chosen.step_ms:.3f} ms"

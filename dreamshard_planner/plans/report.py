@@ -33,8 +33,7 @@ ESTIMATE_PARTS = ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "prefe
 TORCHREC_PLANS = {"torchrec": "TorchRec's plan", "torchrec_default": "TorchRec's as most run it"}
 """TorchRec's plans in words, by name of the rival."""
 _FOR_COLLECTIVES = (
-    "Fewer hosts, faster links, smaller outputs (dims, 16-bit collectives) or a smaller batch would help; "
-    "moving tables would not"
+    "Faster links, smaller outputs (dims, 16-bit collectives) or a smaller batch would help; moving tables would not"
 )
 
 
@@ -419,7 +418,7 @@ def verdict(
             return (
                 f"Bottleneck: table {table.name!r} ({table.label}), {alone_ms:.3f} of the {compute_ms:.3f} ms that "
                 f"rank {rank} {'takes' if estimate_ms else 'computes'}; every rank would take {mean_ms:.3f} ms if all "
-                "were level. Splitting it, or fewer lookups of it, could help: dreamshard explain rates other ways"
+                "were level. Another sharding or fewer lookups of it could help: dreamshard explain rates others"
             )
     above = max(0.0, compute_ms / mean_ms - 1)
     if above <= LEVEL:
@@ -470,7 +469,8 @@ def skews(cost: Cost, sharding: Sharding) -> dict[str, str]:
         heaviest = int(lookups_X.argmax())
         share = float(lookups_X[heaviest] / lookups_X.sum().clamp_min(1e-9))
         even = float(rows_X[heaviest] / rows_X.sum())
-        if share < SKEW_SHOWN * even or rows_X[heaviest] == 1:  # fewer rows than ranks
+        shown = min(SKEW_SHOWN * even, (1 + even) / 2)  # of two ranks, none can have more than twice an even share
+        if share <= shown or rows_X[heaviest] == 1:  # fewer rows than ranks
             continue
         rank = option.ranks(positions)[heaviest]
         found[name] = (

@@ -274,7 +274,7 @@ def planning_constraints(
         constraint.compute_kernels = kernels
         left_out = {one.fqn: allowed.left_out(one, constraint, traits[one.path]) for one in namesakes}
         expanded.left_out |= left_out
-        constraint.sharding_types = _usable_types(left_out, constraint.sharding_types)
+        constraint.sharding_types = _usable_types(left_out, constraint.sharding_types or allowed.sharding_types)
         known = any(feature in (statistics or {}) for one in namesakes for feature in one.feature_names)
         # TorchRec wants as many of these as pooling factors.
         each = known or constraint.num_poolings or constraint.batch_sizes
@@ -430,7 +430,7 @@ def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str
 
     Args:
         left_out: types and reasons by table.
-        named: types in their constraint.
+        named: types in their constraint, else those of the planner.
 
     Raises:
         PlannerError: none is left; gives all reasons.
@@ -447,5 +447,6 @@ def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str
     }
     raise refused(
         f"no sharding type is left for table {tables} ({reasons_in_words(reasons) or 'the sharder offers none'}). "
-        "Allow another one in its ParameterConstraints.sharding_types, or another kernel in compute_kernels."
+        "Allow another one in the planner's sharding_types and the table's ParameterConstraints, or another kernel in "
+        "its compute_kernels."
     )

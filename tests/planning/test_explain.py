@@ -57,6 +57,13 @@ def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:
     assert other.rank == 1 and other.headline == found.headline
 
 
+def test_a_change_that_gains_nothing_is_told_as_one() -> None:
+    one = planner(topology=TWO_GPUS)
+    one.plan(collection(table("t2", 5000, 32)), SHARDERS)
+    found = one.explain()
+    assert found.tables[0].moved.gain_ms == pytest.approx(0) and "moved: no gain" in str(found)
+
+
 def test_splitting_the_table_that_is_the_bottleneck_gains() -> None:
     whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
     split = whole | {"t2": ParameterConstraints(sharding_types=["table_wise", "column_wise"], min_partition=256)}

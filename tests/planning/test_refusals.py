@@ -59,6 +59,8 @@ def test_tables_without_a_sharding_type_are_an_error() -> None:
     constraints = {"t1": ParameterConstraints(sharding_types=["column_wise"])}
     with pytest.raises(PlannerError, match=r"'sparse.t1' .column_wise: the planner's sharding_types leave it out"):
         planner(constraints=constraints, sharding_types=("table_wise",)).plan(small_model(), SHARDERS)
+    with pytest.raises(PlannerError, match=r"row_wise: the sharder .*Allow another one in the planner's"):
+        planner(sharding_types=("row_wise",)).plan(small_model(), SHARDERS)
 
 
 def test_lengths_that_do_not_match_the_features_are_an_error() -> None:

@@ -354,7 +354,7 @@ def test_compare_says_where_plans_do_not_compare(file: Path) -> None:
     found = compare(file, other.saved_plan(name="other"))
     assert found.only_before == ("t1", "t2", "t3") and found.only_after == ("new", "t1")
     assert "batch size 64 -> 128" in found.inputs and not found.one_cost_source
-    assert str(found).startswith(f"Costs of {file} and other are of different sources, and do not compare.")
+    assert str(found).startswith(f"Costs of {file} and other come from different sources and cannot be compared.")
 
 
 def test_compare_tells_a_machine_from_a_better_one() -> None:
