@@ -114,24 +114,16 @@ def never_proposed() -> str:
     """Reasons of the sharding types' table."""
     from dreamshard_planner.search_space.sharding_types import MIXED_MEAN, SHARDING_TYPES, Reason
 
-    def rows(reasons: Mapping[str, Sequence[Reason[Any]]], proposed: str) -> Iterator[str]:
+    def rows(reasons: Mapping[str, Sequence[Reason[Any]]]) -> Iterator[str]:
         for reason in dict.fromkeys(chain(*reasons.values())):
             named = ", ".join(f"`{kind}`" for kind, its in reasons.items() if reason in its)
-            yield f"| {named} | {reason.where} | {reason.text} | {proposed} |"
+            yield f"| {named} | {reason.where} | {reason.text} |"
 
     where = "beside a mean-pooled table in blocks of rows, in one module"
     mixed = Reason(where, lambda situation: True, MIXED_MEAN)
     beside = {kind: () if spec.divides_means_late else (mixed,) for kind, spec in SHARDING_TYPES.items()}
-    consent = "where the table's constraint names it, or with `exact_training=False`"
-    return "\n".join(
-        [
-            "| type | where | why not | proposed |",
-            "|---|---|---|---|",
-            *rows({kind: (*spec.broken, *spec.broken_cuts) for kind, spec in SHARDING_TYPES.items()}, "never"),
-            *rows(beside, "never"),
-            *rows({kind: spec.inexact for kind, spec in SHARDING_TYPES.items()}, consent),
-        ]
-    )
+    broken = {kind: (*spec.broken, *spec.broken_cuts) for kind, spec in SHARDING_TYPES.items()}
+    return "\n".join(["| type | tables | reason |", "|---|---|---|", *rows(broken), *rows(beside)])
 
 
 def states() -> str:
