@@ -41,11 +41,8 @@ def main(folder: Path) -> None:
     statistics = TableStatistics.merge([monday, tuesday])
     statistics.to_json(folder / "statistics.json")  # for dreamshard plan --statistics
 
-    tables = [
-        TableSpec(name=name, num_embeddings=rows, embedding_dim=64, features={name: statistics[name]})
-        for name, rows in ROWS.items()
-    ]
-    model = OfflineModel.of_specs(tables)
+    tables = [TableSpec(name=name, num_embeddings=rows, embedding_dim=64) for name, rows in ROWS.items()]
+    model = OfflineModel.of_specs(tables, statistics=statistics)
     planned = Job(model=model, machine=Machine(ranks_per_host=4, gpu="a100-40"), batch_size=BATCH_SIZE).plan()
     print(planned.report)
     for name, feature in statistics.items():

@@ -27,7 +27,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import FBGEMM, installed
-from dreamshard_planner.offline.jobs import ListedTable, read_table_list
+from dreamshard_planner.offline.jobs import TableSpec, read_table_list
 from tests.cli.test_commands import parse
 
 ROOT = Path(__file__).parent.parent
@@ -223,5 +223,5 @@ def test_files_on_the_page_are_read(tmp_path: Path) -> None:
 
 def test_every_key_of_a_table_is_on_the_page() -> None:
     section = FORMATS.split("## Lists of tables")[1].split("## Statistics")[0]
-    keys = {entry.name for entry in fields(ListedTable)}
+    keys = {entry.name for entry in fields(TableSpec)}
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == keys

@@ -99,10 +99,10 @@ def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:
         name=name,
         num_embeddings=table.rows,
         embedding_dim=table.dim,
-        features=dict.fromkeys(table.features),
+        feature_names=tuple(dict.fromkeys(table.features)),
         pooling=table.pooling,
         data_type=_data_type(saved, table.data_type),
-        weighted=table.weighted,
+        weighted=table.weighted and table.pooling != "none",
         optimizer=table.optimizer,
     )
 

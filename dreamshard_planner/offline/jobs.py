@@ -73,13 +73,17 @@ Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Declared:
-    """Properties of a table that lists and models have in common."""
+class TableSpec:
+    """One table of a list."""
 
     __pydantic_config__: ClassVar = STRICT
     name: Text
     num_embeddings: Count
     embedding_dim: Count
+    feature_names: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Default: one feature with the table's name."""
+    pooling_factor: float | tuple[float, ...] | None = None
+    """One factor for all features, or one for each; None: TorchRec's default."""
     pooling: Literal["sum", "mean", "none"] = "sum"
     """``none``: a sequence table, of an EmbeddingCollection."""
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
@@ -104,67 +108,38 @@ class _Declared:
             )
         if self.num_embeddings * self.embedding_dim > MAX_WEIGHTS:
             raise TaskError(f"table {self.name!r}: rows times dim must be up to {MAX_WEIGHTS:,}")
+        factors = self.pooling_factor
+        if len(set(self.features)) < len(self.features):
+            raise TaskError(f"feature_names must differ, got {', '.join(self.features)}")
+        if isinstance(factors, tuple) and len(factors) != len(self.features):
+            raise TaskError(f"has {len(self.features)} feature_names and {len(factors)} pooling factors")
+        if self.weighted and self.pooling == "none":
+            raise TaskError("lookups of sequence tables (pooling 'none') take no weights")
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of its features."""
+        return self.feature_names or (self.name,)
 
-@dataclass(frozen=True, kw_only=True)
-class TableSpec(_Declared):
-    """One table of a list."""
-
-    features: Mapping[str, FeatureStatistics | None]
-    """Statistics of its features by name; None if unknown."""
-
-    @classmethod
-    def of_table(cls, table: Table) -> TableSpec:
-        """Convert a table of a named pool; several features are numbered."""
-        several = len(table.features) > 1
-        return cls(
-            name=table.name,
-            num_embeddings=table.rows,
-            embedding_dim=table.dim,
-            features={f"{table.name}_{i}" if several else table.name: f for i, f in enumerate(table.features)},
-        )
+    @property
+    def statistics(self) -> dict[str, FeatureStatistics]:
+        """Pooling factors by feature; StatisticsError for an impossible one."""
+        factors = self.pooling_factor
+        if factors is None:
+            return {}
+        each = factors if isinstance(factors, tuple) else (factors,) * len(self.features)
+        return {name: FeatureStatistics(factor) for name, factor in zip(self.features, each, strict=True)}
 
     def table(self, statistics: Mapping[str, FeatureStatistics]) -> Table:
         """Return the table that workloads are made of; ``statistics`` take precedence over the list's."""
+        known, once = {**self.statistics, **statistics}, FeatureStatistics(POOLING_FACTOR)
         return Table(
             name=self.name,
             rows=self.num_embeddings,
             dim=self.embedding_dim,
-            features=tuple(
-                statistics.get(name, told or FeatureStatistics(POOLING_FACTOR)) for name, told in self.features.items()
-            ),
+            features=tuple(known.get(name, once) for name in self.features),
             optimizer=costed_optimizer(self.optimizer),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListedTable(_Declared):
-    """One table as a list has it."""
-
-    feature_names: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """Default: one feature with the table's name."""
-    pooling_factor: float | tuple[float, ...] | None = None
-    """One factor for all features, or one for each; None: TorchRec's default."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names, factors = self.feature_names or (self.name,), self.pooling_factor
-        if len(set(names)) < len(names):
-            raise ValueError(f"feature_names must differ, got {', '.join(names)}")
-        if isinstance(factors, tuple) and len(factors) != len(names):
-            raise ValueError(f"has {len(names)} feature_names and {len(factors)} pooling factors")
-        if self.weighted and self.pooling == "none":
-            raise ValueError("lookups of sequence tables (pooling 'none') take no weights")
-
-    def spec(self) -> TableSpec:
-        """Return its specification; StatisticsError for impossible pooling factors."""
-        names, factors = self.feature_names or (self.name,), self.pooling_factor
-        each = factors if isinstance(factors, tuple) else (factors,) * len(names)
-        features = {
-            name: None if factor is None else FeatureStatistics(factor)
-            for name, factor in zip(names, each, strict=True)
-        }
-        return TableSpec(features=features, **{entry.name: getattr(self, entry.name) for entry in fields(_Declared)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,17 +167,18 @@ def read_table_list(path: str | Path) -> list[TableSpec]:
             f"{'a bare list: put it under tables' if isinstance(document, list) else brief(document)}"
         )
     content = parsed(_TableList, document, path, TaskError)
-    general = {entry.name for entry in fields(ListedTable)} - {"name", "feature_names"}
+    general = {entry.name for entry in fields(TableSpec)} - {"name", "feature_names"}
     if odd := sorted(content.defaults.keys() - general):
         raise TaskError(f"{path}: defaults: unknown key {brief(odd[0])}{nearest(odd[0], general)}")
     specs: dict[str, TableSpec] = {}
     for index, given in enumerate(content.tables):
         where = f"{path}: tables[{index}] {brief(given.get('name'))}"
-        entry = parsed(ListedTable, {**content.defaults, **given}, where, TaskError)
-        if entry.name in specs:
-            raise TaskError(f"{where}: has the name of tables[{list(specs).index(entry.name)}]")
+        spec = parsed(TableSpec, {**content.defaults, **given}, where, TaskError)
+        if spec.name in specs:
+            raise TaskError(f"{where}: has the name of tables[{list(specs).index(spec.name)}]")
+        specs[spec.name] = spec
         try:
-            specs[entry.name] = entry.spec()
+            spec.statistics  # noqa: B018 (fails here, where the file is known)
         except StatisticsError as error:
             raise TaskError(f"{where}: pooling_factor: {error}") from error
     return list(specs.values())
@@ -220,8 +196,18 @@ class OfflineModel:
     """Specifications of its tables; none for a user's own module."""
 
     @classmethod
-    def of_specs(cls, specs: Sequence[TableSpec], name: str = "tables") -> OfflineModel:
+    def of_specs(
+        cls,
+        specs: Sequence[TableSpec],
+        name: str = "tables",
+        statistics: Mapping[str, FeatureStatistics] | None = None,
+    ) -> OfflineModel:
         """Make collections on the meta device: for pooled tables, for weighted ones, and for sequence tables by dim.
+
+        Args:
+            specs: the tables.
+            name: of the model, for messages.
+            statistics: by feature; they take precedence over pooling factors.
 
         Raises:
             TaskError: tables give a shared feature different statistics.
@@ -236,7 +222,7 @@ class OfflineModel:
             for spec in specs
             if any((spec.sharding_types, spec.compute_kernels, spec.min_partition))
         }
-        told = _told(specs, name)
+        told = {**_told(specs, name), **(statistics or {})}
         model = cls.of_modules(of_kinds, constraints, TableStatistics(told) if told else None, name)
         return replace(model, specs=tuple(specs))
 
@@ -377,13 +363,26 @@ def read_model(source: str) -> OfflineModel:
     if source.endswith(".json"):
         return OfflineModel.of_specs(read_table_list(source), source)
     if source in POOLS:
-        return OfflineModel.of_specs([TableSpec.of_table(table) for table in named_pool(source)], source)
+        return _of_pool(source)
     if os.path.exists(source):
         raise TaskError(f"{source}: a list of tables is a JSON file whose name ends in .json")
     raise TaskError(
         f"unknown tables {source!r}{nearest(source, POOLS)}: give a .json list, a function as module:function, or one "
         f"of {', '.join(POOLS)}"
     )
+
+
+def _of_pool(name: str) -> OfflineModel:
+    """Return the model of a shipped collection; several features of a table are numbered."""
+    specs, statistics = [], dict[str, FeatureStatistics]()
+    for table in named_pool(name):
+        several = len(table.features) > 1
+        names = tuple(f"{table.name}_{i}" if several else table.name for i in range(len(table.features)))
+        specs.append(
+            TableSpec(name=table.name, num_embeddings=table.rows, embedding_dim=table.dim, feature_names=names)
+        )
+        statistics |= dict(zip(names, table.features, strict=True))
+    return OfflineModel.of_specs(specs, name, statistics)
 
 
 def _called(source: str) -> nn.Module:
@@ -404,12 +403,10 @@ def _called(source: str) -> nn.Module:
 
 
 def _told(specs: Sequence[TableSpec], source: str) -> dict[str, FeatureStatistics]:
-    """Return the statistics in specifications, by feature."""
+    """Return the pooling factors in specifications, by feature."""
     told: dict[str, tuple[str, FeatureStatistics]] = {}
     for spec in specs:
-        for feature, statistics in spec.features.items():
-            if statistics is None:
-                continue
+        for feature, statistics in spec.statistics.items():
             table, known = told.setdefault(feature, (spec.name, statistics))
             if known != statistics:
                 raise TaskError(

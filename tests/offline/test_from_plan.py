@@ -249,12 +249,15 @@ MACHINES = {
 }
 
 
-def spec(name: str, optimizer: str = "sgd", features: dict[str, float | None] | None = None) -> TableSpec:
-    told = {
-        feature: None if factor is None else FeatureStatistics(factor)
-        for feature, factor in (features or {name: 20.0}).items()
-    }
-    return TableSpec(name=name, num_embeddings=500_000, embedding_dim=32, features=told, optimizer=optimizer)
+def spec(name: str, optimizer: str = "sgd", factor: float | None = 20.0, feature: str | None = None) -> TableSpec:
+    return TableSpec(
+        name=name,
+        num_embeddings=500_000,
+        embedding_dim=32,
+        feature_names=(feature or name,),
+        pooling_factor=factor,
+        optimizer=optimizer,
+    )
 
 
 def made(specs: list[TableSpec], machine: str, path: Path, **given) -> tuple[SavedPlan, SavedPlan]:
@@ -280,10 +283,10 @@ def test_memory_and_cost_are_the_plans(machine: str, tmp_path: Path) -> None:
 
 
 def test_a_shared_feature_has_one_number_of_lookups() -> None:
-    one, other = spec("a", features={"f": 40.0}), spec("b", features={"f": 1.0})
+    one, other = spec("a", factor=40.0, feature="f"), spec("b", factor=1.0, feature="f")
     with pytest.raises(TaskError, match=r"list\.json: tables 'a' and 'b' .* feature 'f' .*40 and 1"):
         OfflineModel.of_specs([one, other], "list.json")
-    assert OfflineModel.of_specs([one, spec("b", features={"f": None})]).statistics["f"].pooling_factor == 40
+    assert OfflineModel.of_specs([one, spec("b", factor=None, feature="f")]).statistics["f"].pooling_factor == 40
 
 
 @pytest.mark.parametrize("name", ["a.b", "keys", "training"])

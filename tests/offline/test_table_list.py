@@ -45,9 +45,10 @@ def test_the_example_becomes_collections_with_statistics_constraints_and_optimiz
 
 def test_pools_are_lists_of_tables_too() -> None:
     model = read_model("merlin_tiny")
-    assert len(model.module.pooled.embedding_bag_configs()) == 55
-    shared = [spec for spec in model.specs if len(spec.features) == 2]
-    assert shared and list(shared[0].features) == [f"{shared[0].name}_0", f"{shared[0].name}_1"]
+    configs = model.module.pooled.embedding_bag_configs()
+    shared = [config for config in configs if len(config.feature_names) == 2]
+    assert len(configs) == 55 and shared[0].feature_names == [f"{shared[0].name}_0", f"{shared[0].name}_1"]
+    assert set(shared[0].feature_names) <= set(model.statistics)
 
 
 def test_statistics_of_data_stand_above_the_list(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def job(machine: Machine | None = None, hot: float = 60.0) -> Job:
             name=f"t{index}",
             num_embeddings=2_000_000,
             embedding_dim=128,
-            features={f"f{index}": FeatureStatistics(hot if index == 0 else 2.0)},
+            feature_names=(f"f{index}",),
+            pooling_factor=hot if index == 0 else 2.0,
         )
         for index in range(8)
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dreamshard_planner import FeatureStatistics, SavedPlan, ShardingGroups, compare
+from dreamshard_planner import SavedPlan, ShardingGroups, compare
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from tests.cli.test_commands import run
@@ -20,7 +20,7 @@ def saved(path: Path, groups: ShardingGroups | None = None) -> SavedPlan:
     """Whole tables on eight GPUs of two hosts."""
     specs = [
         TableSpec(
-            name=f"t{index}", num_embeddings=ROWS, embedding_dim=DIM, features={f"f{index}": FeatureStatistics(5.0)}
+            name=f"t{index}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=(f"f{index}",), pooling_factor=5.0
         )
         for index in range(TABLES)
     ]
