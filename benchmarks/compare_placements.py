@@ -20,7 +20,6 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import common.fast_kernels  # noqa: F401 (before torch)
@@ -34,7 +33,7 @@ from torch import Tensor
 from common.measured_costs import MeasuredCosts, SetClock
 from common.output import commit, named, provenance, wide_console
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.timing import pinned, processor_time
+from dreamshard_planner.measure.timing import pinned
 from placements.contests import Contest, draw_contests
 from placements.placers import Field
 from placements.summary import ANCHOR, draw_figure, print_summary
@@ -86,11 +85,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task later than this")
     parser.add_argument("--rounds", type=int, default=9, help="times that each placement is measured")
     parser.add_argument("--batch-size", type=int, default=512, help="samples that a kernel sees")
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="time kernels by what their thread computes, not by the wall clock: on a machine that others use as well",
-    )
     parser.add_argument("--checkpoint", default="auto")
     parser.add_argument("--device", default="cpu")
     return parser
@@ -110,8 +104,7 @@ def main() -> None:
     head = {"settings": settings_of(args)}
     if records and records[0]["settings"] != head["settings"]:
         parser.error(f"{args.record}: recorded with other settings: {records[0]['settings']}")
-    clock = processor_time() if args.processor_time else nullcontext()
-    with pinned(1), clock, args.record.open("a") as file:
+    with pinned(1), args.record.open("a") as file:
         if not records:
             records = [head | provenance(torch.device(args.device))]
             file.write(json.dumps(records[0]) + "\n")
@@ -133,7 +126,7 @@ def main() -> None:
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """Return the settings that all lines of a record have in common."""
-    left_out = ("tasks", "record", "seconds", *([] if args.processor_time else ["processor_time"]))
+    left_out = ("tasks", "record", "seconds")
     return {name: str(value) for name, value in vars(args).items() if name not in left_out}
 
 

@@ -38,7 +38,7 @@ def commands(device: str, ranks: int, out: Path, name: str, minutes: float, quic
         "tests": f"{python} -m pytest -q -p no:cacheprovider {tests}",
         "kernels": f"{python} {scripts}/fused_kernels.py --device={device} --json={folder}/fused-kernels.json",
         "collectives": f"{torchrun} -m dreamshard_planner.measure.collectives --out={folder}/collectives.json",
-        "checkpoint": f"{torchrun} -m dreamshard_planner train --device={device} --out={made} {collectives} {updates}",
+        "checkpoint": f"{python} -m dreamshard_planner train --device={device} --out={made} {collectives} {updates}",
         "accuracy": f"{python} {scripts}/cost_accuracy.py --device={device} --checkpoint={made} --data={folder} "
         f"--measure --no-singles --json={folder}/cost-accuracy.json --train={folder}/{name}.dataset.npz"
         f"{' --sets=12 --rounds=1' * quick}",

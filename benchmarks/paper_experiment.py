@@ -2,7 +2,7 @@
 """The DreamShard paper's own experiment on this machine's kernels: train and test tasks of one pool, one dim, one batch
 size and one optimizer; the published method beside its baselines, ours, and its own ablations.
 
-    python benchmarks/paper_experiment.py --work paper-experiment.work --processor-time \\
+    python benchmarks/paper_experiment.py --work paper-experiment.work \\
         --record benchmarks/results/2026-11-22-paper-experiment.jsonl
 
 Half of the Meta-like tables train, half test; tasks of T tables on D devices, each drawn from one half. Training
@@ -28,7 +28,6 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,7 @@ from torch import Tensor
 from common.output import commit, provenance
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.timing import pinned, processor_time
+from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.search.placing import HEURISTICS
 from dreamshard_planner.support.progress import progress_bar
 from paper.models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
@@ -109,8 +108,7 @@ def main() -> None:
     arena = Arena(args.device)
     models = Models(args.work, train_half, scale, home, arena, tick)
     seeds = range(args.seeds)
-    clock = processor_time() if args.processor_time else nullcontext()
-    with pinned(1), clock:
+    with pinned(1):
         try:
             if "collect" in args.steps:
                 collect(models, settings, seeds)
@@ -142,7 +140,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=512, help="samples that a kernel sees")
     parser.add_argument("--rounds", type=int, default=3, help="times that each placement is measured")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--processor-time", action="store_true", help="see compare_placements.py")
     parser.add_argument("--work", type=Path, required=True, help="folder for what is learned; continued")
     parser.add_argument("--record", type=Path, required=True, help="a JSON line per test task; continued")
     parser.add_argument("--steps", default=",".join(STEPS), help="some of them, separated by commas")
@@ -268,7 +265,7 @@ def report(models: Models, settings: list[Setting], half: Half, seeds: range, ar
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """Return the settings in which a record must agree to be continued."""
     names = (
-        "seeds", *SEEDS, "home", "batch_size", "rounds", "device", "processor_time", "quick",
+        "seeds", *SEEDS, "home", "batch_size", "rounds", "device", "quick",
     )  # fmt: skip
     return {name: str(getattr(args, name)) for name in names}
 

@@ -1,8 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Fit the shipped checkpoint to this machine, and plan with it: python examples/calibrate.py 60
-
-Under torchrun the command does it on all ranks at once: dreamshard calibrate --seconds 60 --out my.safetensors
-"""
+"""Fit the shipped checkpoint to this machine, and plan with it: python examples/calibrate.py 60"""
 
 from __future__ import annotations
 

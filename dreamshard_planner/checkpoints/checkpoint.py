@@ -140,12 +140,9 @@ class _Hardware:
 
 
 @dataclass(frozen=True)
-class _Counts:
-    sets: int = 0
-    test_sets: int = 0
+class _Validation:
     tasks: int = 0
     network_mape: tuple[float, float] | None = None
-    policy_over_rule: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -154,12 +151,8 @@ class _Description:
 
     hardware_name: str = ""
     hardware: _Hardware = _Hardware()
-    pools: tuple[str, ...] = ()
-    extra_pools: tuple[str, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
-    dataset: _Counts = _Counts()
-    calibration: _Counts = _Counts()
-    validation: _Counts = _Counts()
+    calibration: dict[str, Any] = field(default_factory=dict)
+    validation: _Validation = _Validation()
     collectives: Annotated[Any, AfterValidator(lambda measured: measured and fits_of(measured))] = None
     learned: dict[str, Any] | None = None
     corrections: dict[Annotated[str, one_of(OPTIMIZERS)], tuple[_Rates, _Rates]] = field(default_factory=dict)

@@ -39,9 +39,6 @@ SHIPPED = Path(__file__).parent
 VARIABLE = "DREAMSHARD_HOME"
 OBSERVED = "-observed.safetensors"
 """End of the names of checkpoints that trainings teach by themselves."""
-FEW_SETS = 1_000
-"""Fewest sets to fit a network from nothing: 1,680 leave errors of 5 to 7 %. Starting from another processor's, 300
-suffice."""
 FEW_TASKS = 20
 """Fewest validation tasks of a real training; ``--quick`` has four."""
 
@@ -273,12 +270,6 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
     if topology.compute_device == "cpu" and (slow := reference_kernels()):
         notes.append(slow)
     if uses_network and (checkpoint.cost is not None or "learned" in metadata):
-        sets = metadata.get("dataset", {}).get("sets")
-        if sets is not None and sets < FEW_SETS and not metadata.get("started_from"):
-            notes.append(
-                f"the cost network of {checkpoint.name} was fitted to {sets:,} measured sets, too few to rely on "
-                f"(fewer than {FEW_SETS:,})"
-            )
         if learned := metadata.get("learned"):
             notes.append(f"costs were {learned['said']}")
         elif checked := metadata.get("calibration", {}).get("checked"):

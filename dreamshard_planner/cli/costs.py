@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint
     from dreamshard_planner.cost.dataset import CostDataset
-    from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.observing.comparison import Compared, RunComparison
     from dreamshard_planner.training import TrainingConfig
     from dreamshard_planner.workload.tables import Table
@@ -58,12 +57,7 @@ MAX_TABLES = 100
 
 
 @command("dreamshard doctor", Panel.costs)
-def doctor(
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Time kernels for ten seconds, and show the costs' error by optimizer.")
-    ] = False,
-    format: FormatOption = Format.table,
-) -> None:
+def doctor(format: FormatOption = Format.table) -> None:
     """Check this machine: libraries, devices, the costs that plans would be made with, and what CUDA lacks.
 
     Exit status 1 if planning is not possible.
@@ -72,7 +66,7 @@ def doctor(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of half installed libraries; their findings say it
-        findings = diagnose(measure)
+        findings = diagnose()
     rows = [(finding.subject, finding.found, finding.verdict, finding.advice) for finding in findings]
     show([asdict(finding) for finding in findings], format, grid(("", "found", "", "advice"), rows))
     if any(finding.verdict in PREVENTS_PLANNING for finding in findings):
@@ -168,7 +162,7 @@ def calibrate(
     """Correct costs for this machine, by optimizer and direction, and show their errors before and after.
 
     Costs stay unless held-out sets confirm the correction. On a busy core, or with few sets, nothing is written, and
-    the exit status is 1. Under torchrun all ranks measure.
+    the exit status is 1.
     """
     from dreamshard_planner.checkpoints.choice import resolve
     from dreamshard_planner.measure.hardware import describe_hardware
@@ -182,7 +176,7 @@ def calibrate(
         )
     own, batches = _own_tables(tables, plan, statistics)
     path = out or _keep_in(describe_hardware(device.value, threads), how="calibrated")
-    with _measuring(device) as ranks, _refusal_told(path):
+    with _refusal_told(path):
         made = calibrate(
             start,
             path,
@@ -194,10 +188,7 @@ def calibrate(
             collectives=_read_collectives(collectives),
             seed=seed,
             force=force,
-            ranks=ranks,
         )
-        if not ranks.leads:
-            return
     told = made.metadata["calibration"]
     _tell_where(path, out is not None, made)
     show(told, format, "\n".join(check["said"] for check in told["checks"]))
@@ -247,9 +238,9 @@ def train(
 ) -> None:
     """Make a cost checkpoint: measure fused kernels, fit the cost network, train the policy.
 
-    The same command continues an interrupted run. Under torchrun all ranks measure. Networks start from those that
-    ship: the policy always, the cost network on CPUs. With --quick the cost network starts from nothing, with
-    --roofline the policy. Collectives stay those in use on such a device, unless measured ones are given.
+    The same command continues an interrupted run. Networks start from those that ship: the policy always, the cost
+    network on CPUs. With --quick the cost network starts from nothing, with --roofline the policy. Collectives stay
+    those in use on such a device, unless measured ones are given.
     """
     from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
     from dreamshard_planner.measure.hardware import describe_hardware
@@ -267,13 +258,9 @@ def train(
         config = replace(config, start=start, collectives=kept)
     if roofline and not quick:
         config = replace(config, reinforce=replace(FROM_SCRATCH, updates=updates or FROM_SCRATCH.updates))
-    with _measuring(device) as ranks:
-        if roofline:
-            checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))
-        else:
-            checkpoint = train(config, path, ranks=ranks)
-        if ranks.leads:
-            _show_made(checkpoint, path, out is not None, format)
+    with _measuring():
+        checkpoint = train_on_roofline(config, path) if roofline else train(config, path)
+    _show_made(checkpoint, path, out is not None, format)
 
 
 @command("dreamshard collect --seconds 60 --out sets.npz", Panel.advanced)
@@ -293,11 +280,7 @@ def collect(
     seed: Annotated[int, SEED(help="Seed of sets, indices and order.")] = 0,
     format: FormatOption = Format.table,
 ) -> None:
-    """Measure random sets of tables as fused kernels. The same command continues an interrupted run.
-
-    Under torchrun (--nproc_per_node=8 -m dreamshard_planner collect ...) all ranks share the sets, each on a GPU, or on
-    cores, of its own.
-    """
+    """Measure random sets of tables as fused kernels. The same command continues an interrupted run."""
     from dreamshard_planner.measure.collect import collect
     from dreamshard_planner.measure.sets import SHARD_SHARE, draw_sets
     from dreamshard_planner.training import pool_tables
@@ -312,12 +295,9 @@ def collect(
         raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
     tables = pool_tables(names)[held_out]
     drawn = draw_sets(tables, sets, seed, batches, MAX_TABLES, device=device.value, shard_share=SHARD_SHARE)
-    with _measuring(device) as ranks:
-        own = ranks.device(device.value)
-        dataset = collect(drawn, folder, own, threads, repeats, seed, seconds, ranks=ranks)
-        if not ranks.leads:
-            return
-        dataset.save(out)
+    with _measuring():
+        dataset = collect(drawn, folder, device.value, threads, repeats, seed, seconds)
+    dataset.save(out)
     told = {
         "dataset": str(out),
         "blocks": str(folder),
@@ -408,17 +388,13 @@ def _refusal_told(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _measuring(device: Device) -> Iterator[Ranks]:
-    """Join the ranks that measure, all that torchrun starts. An interruption says how to go on."""
-    from dreamshard_planner.measure.ranks import Ranks
-
-    with Ranks.joined(device.value) as ranks:
-        try:
-            yield ranks
-        except KeyboardInterrupt:
-            if ranks.leads:
-                typer.echo("interrupted: the same command goes on with what is measured already", err=True)
-            raise
+def _measuring() -> Iterator[None]:
+    """Say on stderr how to go on after an interruption."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted: the same command goes on with what is measured already", err=True)
+        raise
 
 
 def _joined(paths: Sequence[Path]) -> CostDataset:

@@ -36,36 +36,14 @@ class Finding:
     advice: str = ""
 
 
-def diagnose(measure: bool = False) -> list[Finding]:
-    """All findings; never raises for what is missing. Where asked to, measures what can be run here."""
+def diagnose() -> list[Finding]:
+    """Return all findings; never raises for what is missing."""
     own = [Finding("Python", sys.version.split()[0]), Finding("dreamshard_planner", __version__)]
     findings = [*own, *map(_library, LIBRARIES)]
     if any(finding.verdict in PREVENTS_PLANNING for finding in findings):
         return findings
     findings += [_cpu(), _cpu_kernels(), *_cuda(), *_topologies(), _own_checkpoints()]
-    findings += [_checkpoint(device) for device in ("cpu", "cuda")]
-    return findings + _measured() if measure else findings
-
-
-MEASURED_SECONDS = 10.0
-
-
-def _measured() -> list[Finding]:
-    """Return the errors of the costs that a plan would use, by optimizer and direction."""
-    import torch
-
-    from dreamshard_planner.checkpoints.choice import resolve
-    from dreamshard_planner.devices import Machine
-    from dreamshard_planner.training import check
-
-    findings = []
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        checkpoint, topology = resolve("auto", device), Machine(ranks_per_host=1, device=device).topology()
-        threads = checkpoint.metadata.get("hardware", {}).get("threads", 1)
-        for one in check(checkpoint.compute_cost(topology), seconds=MEASURED_SECONDS, device=device, threads=threads):
-            verdict = () if one.good else ("note", f"dreamshard calibrate --device {device} measures longer")
-            findings.append(Finding(f"{device}, {one.stage}", one.off, *verdict))
-    return findings
+    return findings + [_checkpoint(device) for device in ("cpu", "cuda")]
 
 
 def _library(library: Library) -> Finding:

@@ -93,6 +93,14 @@ class StageCheck:
         return {**asdict(self), "good": self.good, "said": f"{self.stage} {now}: {verdict}"}
 
 
+def errors_in_words(checks: Sequence[StageCheck]) -> str:
+    """Return the errors that are left, as ``SGD (4 and 6 % off), Adagrad (7 and 9 % off)``."""
+    off: dict[str, list[str]] = {}
+    for check in checks:
+        off.setdefault(OPTIMIZERS[check.optimizer], []).append(f"{100 * check.after:.0f}")
+    return ", ".join(f"{name} ({' and '.join(errors)} % off)" for name, errors in off.items())
+
+
 def choose_corrections(
     compute: ComputeCost,
     in_use: Corrections,
@@ -143,12 +151,6 @@ def choose_corrections(
         checks.append(stage.check(used_X * weight_X, best_X * weight_X, best_terms is not None))
     corrections = {name: both for name, both in chosen.items() if any(tuple(rates) != UNCHANGED for rates in both)}
     return corrections, checks
-
-
-def check_costs(compute: ComputeCost, sets: LabelledSets) -> list[StageCheck]:
-    """Tell how far costs are off, by optimizer and direction."""
-    errors = [(stage, stage.errors(torch.tensor(UNCHANGED, dtype=torch.float64))) for stage in _stages(compute, sets)]
-    return [stage.check(error_X, error_X, False) for stage, error_X in errors]
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,21 @@ Sets are measured in blocks. The repeats of one block are interleaved, so that t
 each comes right behind a run of one fixed reference set.
 
 The record is a folder with a dataset file per block, written whole or not at all: a process that dies loses the block
-that it was measuring. Ranks share the missing blocks, so that a collection may go on with more or fewer ranks.
+that it was measuring.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -27,7 +27,6 @@ from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, 
 from dreamshard_planner.errors import DatasetError, FileError, TaskError
 from dreamshard_planner.measure.hardware import check_kernels, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
-from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.timing import pinned, time_groups
 from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.support.progress import progress_bar
@@ -64,9 +63,8 @@ def collect(
     progress: bool = True,
     block: int = 8,
     arena: Arena | None = None,
-    ranks: Ranks | None = None,
 ) -> CostDataset:
-    """Measure ``sets`` in order, continuing an interrupted collection; also with another number of ranks.
+    """Measure ``sets`` in order, continuing an interrupted collection.
 
     Args:
         sets: groups, each of which fits one fused kernel.
@@ -76,18 +74,17 @@ def collect(
         repeats: timed runs of each set.
         seed: of indices, lengths and order.
         seconds: time after which no block is begun, but the first. 0 only reads the record.
-        progress: show a bar on the first rank's stderr.
+        progress: show a bar on stderr.
         block: sets whose repeats are interleaved, and that an interruption loses; always the same for one folder.
         arena: weights to use. Default: one of default size.
-        ranks: processes that measure; all make this call. Default: this process alone.
 
     Returns:
-        All measured sets, in the order of ``sets``; the same on every rank.
+        All measured sets, in the order of ``sets``.
 
     Raises:
         DatasetError: a block is damaged, or of other sets, repeats, seed or hardware.
         TaskError: a set does not fit one kernel.
-        DreamShardError: FBGEMM runs its reference kernels; another rank failed, or has ended.
+        DreamShardError: FBGEMM runs its reference kernels.
     """
     if seconds != 0:
         check_kernels(device)
@@ -96,27 +93,27 @@ def collect(
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     measured = [[as_measured(workload) for workload in group] for group in sets]  # as files hold them
     blocks = [measured[first : first + block] for first in range(0, len(measured), block)]
-    folder, ranks, hardware = Path(folder), ranks or Ranks(), describe_hardware(device, threads)
-    cores = ranks.cores() if hardware["device"] == "cpu" else None
-
-    def measure(todo: Sequence[int]) -> dict[int, CostDataset]:
-        made = {}
-        own_arena = arena or Arena(device, seed=seed)
-        reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, own_arena)
+    folder, hardware, arena = Path(folder), describe_hardware(device, threads), arena or Arena(device, seed=seed)
+    with closing(_locked(folder)), pinned(threads):
+        found = _read(folder, blocks, repeats, hardware, seed)
+        if progress and found:
+            print(f"{folder}: continues after {sum(map(len, found.values()))} sets", file=sys.stderr)
+        todo = [index for index in range(len(blocks)) if index not in found and seconds != 0]
+        reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, arena) if todo else None
         spreads: list[float] = []
         start = last = time.monotonic()
         bar = ("measuring", sum(len(blocks[index]) for index in todo))
         if seconds is not None:
             bar = ("measuring, s", math.ceil(seconds))
-        with progress_bar(*bar, progress and ranks.leads) as advance:
+        with progress_bar(*bar, progress and bool(todo)) as advance:
             for index in todo:
-                kernels = [FusedKernel(group, device, seed, own_arena) for group in blocks[index]]
+                kernels = [FusedKernel(group, device, seed, arena) for group in blocks[index]]
                 order = torch.Generator().manual_seed(seed + index * block)
                 samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
                 times = [one.samples_ms.tolist() for one in samples]
                 references = [one.reference_ms.tolist() for one in samples if one.reference_ms is not None]
-                made[index] = CostDataset.from_sets(blocks[index], times, hardware, references, seed)
-                made[index].save(folder / f"block-{index}.npz")
+                found[index] = CostDataset.from_sets(blocks[index], times, hardware, references, seed)
+                found[index].save(folder / f"block-{index}.npz")
                 spreads += [float(one.spread.mean()) for one in samples]
                 begun, last = last, time.monotonic()
                 waiting = sum(one.launch_bound for one in samples) / len(samples)
@@ -125,30 +122,16 @@ def collect(
                 advance(note, len(samples) if seconds is None else last - begun)
                 if last >= deadline:
                     break
-        if arena is None:
-            own_arena.release()
-        return made
-
-    with ExitStack() as stack, pinned(threads, cores):
-        ranks.gather(lambda: _lock(folder, ranks.rank, stack))
-        # Hosts may have a folder each.
-        held = ranks.gather(lambda: {} if ranks.local_rank else _read(folder, blocks, repeats, hardware, seed))
-        found = {index: made for of_host in held for index, made in of_host.items()}
-        if progress and ranks.leads and found:
-            print(f"{folder}: continues after {sum(map(len, found.values()))} sets", file=sys.stderr)
-        todo = ranks.share([index for index in range(len(blocks)) if index not in found])
-        for of_rank in ranks.gather(lambda: measure(todo) if todo and seconds != 0 else {}):
-            found |= of_rank
     if not found:
         raise DatasetError(f"{folder}: nothing was measured yet")
     return CostDataset.concatenate([found[index] for index in sorted(found)])
 
 
-def _lock(folder: Path, rank: int, stack: ExitStack) -> None:
-    """Make the folder, and lock this rank's part of it until the stack ends."""
+def _locked(folder: Path) -> BinaryIO:
+    """Make the folder, and lock it until the returned file is closed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(open_locked(folder / f"rank{rank}.lock"))
+        return open_locked(folder / "lock")
     except FileError as error:
         raise DatasetError(str(error)) from error
     except OSError as error:
@@ -175,9 +158,3 @@ def _read(
         if len(made) == len(blocks[index]):  # else more sets are asked for now
             found[index] = made
     return found
-
-
-def remove_blocks(folder: Path, ranks: Ranks) -> None:
-    """Remove the record of a collection whose dataset is saved, on each host."""
-    if ranks.local_rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -74,16 +74,10 @@ class Arena:
             size_bytes = torch.cuda.get_device_properties(self.device).total_memory // 6 if on_cuda else _ARENA_BYTES
         self.size_bytes = size_bytes
         self._generator = torch.Generator().manual_seed(seed)
-        self.release()
-
-    def release(self) -> None:
-        """Free all memory that no kernel holds; the arena makes it again on demand."""
         self._weights: dict[torch.dtype, Tensor] = {}
         self._states_N = self._noise_N = torch.zeros(0, device=self.device)
         self._indices: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
         self._index_bytes_held = 0
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """Return the weight buffer [N] of one precision."""
@@ -352,12 +346,12 @@ class FusedKernel:
 
 
 def check_group(workloads: Sequence[Workload]) -> None:
-    """Raise TaskError, naming the table, unless one fused kernel can compute ``workloads`` together."""
+    """Raise TaskError, naming the table, unless one measured kernel can compute ``workloads`` together."""
     if not workloads:
         raise TaskError("a fused kernel needs at least one table")
     first = workloads[0]
+    fields = GROUP_FIELDS if first.pooled else (*GROUP_FIELDS, "dim")
     for workload in workloads:
-        fields = GROUP_FIELDS if first.pooled else (*GROUP_FIELDS, "dim")
         for name in fields:
             ours, others = getattr(workload, name), getattr(first, name)
             if ours != others:
@@ -365,21 +359,11 @@ def check_group(workloads: Sequence[Workload]) -> None:
                     f"table {workload.name!r} cannot share a fused kernel with {first.name!r}: "
                     f"{name} is {ours!r}, not {others!r}; put it into a group of its own"
                 )
-        if workload.dim % 4:
-            raise TaskError(f"table {workload.name!r}: FBGEMM needs a dim that is a multiple of 4, got {workload.dim}")
-        if workload.weight_bytes not in _PRECISION:
+        is_known = workload.optimizer in _OPTIMIZER and workload.weight_bytes in _PRECISION
+        weighs_sequences = workload.weighted and not workload.pooled
+        if workload.dim % 4 or not is_known or workload.memory != "device" or weighs_sequences:
             raise TaskError(
-                f"table {workload.name!r}: weights of {workload.weight_bytes} bytes cannot be trained by a fused "
-                f"kernel here; choose one of {sorted(_PRECISION)}"
+                f"table {workload.name!r}: measured kernels have dims of multiples of 4, weights of 2 or 4 bytes in "
+                f"device memory, an optimizer of {', '.join(_OPTIMIZER)}, and weighted lookups only with pooling, got "
+                f"{workload}"
             )
-    if first.memory != "device":
-        raise TaskError(
-            f"table {first.name!r}: only kernels with weights in device memory are measured, got {first.memory!r}"
-        )
-    if first.optimizer not in _OPTIMIZER:
-        raise TaskError(
-            f"table {first.name!r}: kernels with the optimizer {first.optimizer} are not measured; those of "
-            f"{', '.join(_OPTIMIZER)} are"
-        )
-    if first.weighted and not first.pooled:
-        raise TaskError(f"table {first.name!r}: sequence lookups take no per-sample weights; set weighted=False")

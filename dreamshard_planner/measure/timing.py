@@ -6,6 +6,9 @@ forward pass reads cold rows. Indices, offsets and the output gradient are as wa
 CUDA the L2 cache is overwritten before either pass. On the CPU the backward pass finds what its own forward pass left:
 emptying the caches takes longer than most kernels.
 
+Clock. On the CPU the processor time of one thread counts, which others on the machine do not add to; kernels of several
+threads take the wall clock.
+
 Allocator. Outputs and gradients lie in memory that an earlier run has freed, as under CUDA's caching allocator,
 jemalloc or tcmalloc. glibc's malloc returns blocks of over 32 MiB to the system; a kernel that faults their pages in
 again may take three times as long.
@@ -16,7 +19,6 @@ Shapes: R repeats, 2 (forward, backward).
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import resource
 import time
@@ -37,9 +39,6 @@ from dreamshard_planner.measure.kernels import FusedKernel
 _FLUSH_BYTES, _MAX_FLUSHES = 512 << 20, 16
 """Bytes written before each pass on CUDA, many times any L2, and how often at most: the host queues the pass
 meanwhile."""
-_ATTEMPTS, _STOLEN_SHARE, _LONG_MS = 3, 0.01, 250.0
-"""Runs by the wall clock until others had the core for at most this share of one. Longer runs are kept anyway: a time
-slice of a few ms matters little in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,64 +161,53 @@ def time_groups(
 
 
 @dataclass
-class Clock:
-    """Clock of kernels on the CPU, with the time of their runs, and how long others had the core meanwhile.
+class CoreUse:
+    """Time of runs on the CPU, and the part of it in which others had the core.
 
     Interrupted runs of several threads count in full.
     """
 
-    by_thread: bool = False
     run_ns: int = 0
-    others_ns: float = 0.0
+    others_ns: int = 0
 
     @property
     def others_share(self) -> float:
         return self.others_ns / max(1, self.run_ns)
 
 
-_CLOCK: ContextVar[Clock | None] = ContextVar("_CLOCK", default=None)
+_CORE_USE: ContextVar[CoreUse | None] = ContextVar("_CORE_USE", default=None)
 
 
 @contextmanager
-def processor_time(by_thread: bool = True) -> Iterator[Clock]:
-    """Time CPU kernels inside by the processor time of their one thread, on machines that others use as well.
-
-    Caches and memory still suffer from others' work. The clock counts others' share of the core even if ``by_thread``
-    is false and the wall clock counts.
-    """
-    token = _CLOCK.set(clock := Clock(by_thread))
+def core_watched() -> Iterator[CoreUse]:
+    """Count the share of others in the core while CPU kernels are timed inside: caches and memory suffer from them."""
+    token = _CORE_USE.set(use := CoreUse())
     try:
-        yield clock
+        yield use
     finally:
-        _CLOCK.reset(token)
+        _CORE_USE.reset(token)
 
 
 class _CpuRuns:
-    """Timed runs on the CPU. By the wall clock, a run during which others had the core is done again."""
+    """Timed runs on the CPU."""
 
     def __init__(self) -> None:
-        self._clock, self._threads = _CLOCK.get() or Clock(), torch.get_num_threads()
-        if self._clock.by_thread and self._threads > 1:
-            raise TaskError(f"processor time is that of one thread, but {self._threads} compute")
-        self._now = time.thread_time_ns if self._clock.by_thread else time.perf_counter_ns
+        self._use, self._single = _CORE_USE.get() or CoreUse(), torch.get_num_threads() == 1
+        self._now = time.thread_time_ns if self._single else time.perf_counter_ns
 
     def __call__(self, kernel: FusedKernel) -> tuple[int, int, int]:
-        for _ in range(_ATTEMPTS):
-            begin_ns, (preempted, computed_ns) = time.perf_counter_ns(), _usage()
-            kernel.move()
-            start = self._now()
-            kernel.forward()
-            middle = self._now()
-            kernel.backward()
-            end = self._now()
-            run_ns, after = time.perf_counter_ns() - begin_ns, _usage()
-            stolen_ns = 0.0
-            if after[0] > preempted:  # of several threads, nobody knows for how long
-                stolen_ns = run_ns - (after[1] - computed_ns) if self._threads == 1 else math.inf
-            if self._clock.by_thread or run_ns > _LONG_MS * 1e6 or stolen_ns <= _STOLEN_SHARE * run_ns:
-                break
-        self._clock.run_ns += run_ns
-        self._clock.others_ns += min(stolen_ns, run_ns)
+        begin_ns, (preempted, computed_ns) = time.perf_counter_ns(), _usage()
+        kernel.move()
+        start = self._now()
+        kernel.forward()
+        middle = self._now()
+        kernel.backward()
+        end = self._now()
+        run_ns, after = time.perf_counter_ns() - begin_ns, _usage()
+        self._use.run_ns += run_ns
+        if after[0] > preempted:
+            # Of several threads, the time that each waited is unknown.
+            self._use.others_ns += run_ns - (after[1] - computed_ns) if self._single else run_ns
         return start, middle, end
 
     def elapsed_ms(self, rounds: list[tuple[int, int, int]]) -> Tensor:

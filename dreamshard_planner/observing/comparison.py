@@ -57,34 +57,14 @@ def compare(run: ObservedRun) -> RunComparison:
     plan = run.plan
     kinds = tuple(_kinds(run, None if plan is None else plan.predicted))
     if plan is None:
+        verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         if min(rank.rank for rank in run.ranks):
             verdict = "the prediction, if one was kept, is in the file of rank 0, which is not given"
-        else:
-            verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         return RunComparison(title, kinds, (), verdict, None, _embeddings(run))
-    other_batch_size = tuple(_other_batch_size(run, plan))
-    meaning = [*other_batch_size, *_other_lookups(run)]
-    replicas = sorted(
-        {
-            table.name
-            for rank in run.ranks
-            for kernel in rank.kernels
-            if kernel.kernel == DENSE
-            for table in kernel.tables
-        }
-    )
-    trusted = False
-    if replicas:
-        meaning.append(
-            f"data-parallel tables ({first_of(replicas, SHOWN)}) are predicted with their optimizer and the all-reduce "
-            "of their gradients, which run outside of the observed kernels and exchanges"
-        )
-        verdict = "the time of data-parallel tables is unknown: observe a plan without them to judge predictions"
-    elif others := _other_optimizers(run, plan):
-        meaning.append(others)
-        verdict = "predicted with other optimizers than train: let the planner plan the model as it is trained"
-    elif other_batch_size:
-        verdict = "predicted for another batch size than is trained with: times do not compare"
+    differs = (*_other_batch_size(run, plan), *_other_optimizers(run, plan), *_replicas(run))
+    meaning = [*differs, *_other_lookups(run)]
+    if differs:
+        verdict, trusted = "the prediction is of another training or of other work: times do not compare", False
     else:
         ratios = _kernel_ratios(run, plan.predicted)
         meaning += [
@@ -109,15 +89,25 @@ def _embeddings(run: ObservedRun) -> str:
     return f"{text}; the plan is predicted to save {max(0.0, 1 - 1 / theirs.times(predicted.chosen)):.0%} of them"
 
 
-def _other_optimizers(run: ObservedRun, plan: SavedPlan) -> str:
-    """Return a sentence on tables that other optimizers train than the plan was made for, if any."""
+def _replicas(run: ObservedRun) -> Iterator[str]:
+    kernels = [kernel for rank in run.ranks for kernel in rank.kernels if kernel.kernel == DENSE]
+    if kernels:
+        names = sorted({table.name for kernel in kernels for table in kernel.tables})
+        yield (
+            f"data-parallel tables ({first_of(names, SHOWN)}) are predicted with their optimizer and the all-reduce of "
+            "their gradients, which run outside of the observed kernels and exchanges: observe a plan without them"
+        )
+
+
+def _other_optimizers(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
     planned = {name: costed_optimizer(table.optimizer) for name, table in plan.inputs.tables.items()}
     trained = {table.name: kernel.optimizer for rank in run.ranks for kernel in rank.kernels for table in kernel.tables}
     other = sorted(name for name in trained.keys() & planned.keys() if planned[name] != trained[name])
-    if not other:
-        return ""
-    name, more = other[0], f", and {len(other) - 1} more tables likewise" if len(other) > 1 else ""
-    return f"another optimizer: the plan was made for {planned[name]} of {name}, and {trained[name]} trains it{more}"
+    if other:
+        yield (
+            f"another optimizer: the plan was made for {planned[other[0]]} of {first_of(other, SHOWN)}, and "
+            f"{trained[other[0]]} trains it: let the planner plan the model as it is trained"
+        )
 
 
 def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:

@@ -32,7 +32,7 @@ from dreamshard_planner.cost.collectives import (
     fits_of,
 )
 from dreamshard_planner.cost.compute import OPTIMIZERS
-from dreamshard_planner.cost.correction import LEAST_GAIN, StageCheck, choose_corrections
+from dreamshard_planner.cost.correction import LEAST_GAIN, StageCheck, choose_corrections, errors_in_words
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
@@ -136,12 +136,9 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
 
 
 def _said(title: str, checks: Sequence[StageCheck], earlier: Sequence[str], never: Sequence[str]) -> str:
-    off: dict[str, list[str]] = defaultdict(list)
-    for check in checks:
-        off[OPTIMIZERS[check.optimizer]].append(f"{100 * check.after:.0f}")
-    errors = ", ".join(f"{name} ({' and '.join(both)} % off on held-out kernels)" for name, both in off.items())
     of_earlier = f"observed in earlier runs: {', '.join(earlier)}; " if earlier else ""
-    return f"learned from {title}: {errors}; {of_earlier}never observed, and as before: {', '.join(never) or 'nothing'}"
+    unseen = ", ".join(never) or "nothing"
+    return f"learned from {title}: {errors_in_words(checks)}; {of_earlier}never observed, and as before: {unseen}"
 
 
 # Kernels

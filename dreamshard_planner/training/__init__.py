@@ -4,7 +4,7 @@
 The only part that needs hardware is the collection; everything after it works on the dataset.
 """
 
-from dreamshard_planner.training.calibration import calibrate, check
+from dreamshard_planner.training.calibration import calibrate
 from dreamshard_planner.training.config import MAX_SETS_PER_SECOND, QUICK, TrainingConfig, pool_tables
 from dreamshard_planner.training.policies import DrawnTask, drawn_tasks, proposed_sets, validate_policy
 from dreamshard_planner.training.rounds import learn, train, train_on_roofline
@@ -15,7 +15,6 @@ __all__ = [
     "DrawnTask",
     "TrainingConfig",
     "calibrate",
-    "check",
     "drawn_tasks",
     "learn",
     "pool_tables",

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Correct a checkpoint's costs for this machine, or measure their errors on it."""
+"""Correct a checkpoint's costs for this machine by measured sets."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from typing import Any
 import torch
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.compute import OPTIMIZERS, ComputeCost
-from dreamshard_planner.cost.correction import FEW_SETS, StageCheck, check_costs, choose_corrections
+from dreamshard_planner.cost.compute import OPTIMIZERS
+from dreamshard_planner.cost.correction import FEW_SETS, StageCheck, choose_corrections, errors_in_words
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
-from dreamshard_planner.measure.collect import remove_blocks
 from dreamshard_planner.measure.hardware import hardware_name
-from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, draw_sets
-from dreamshard_planner.measure.timing import processor_time
+from dreamshard_planner.measure.timing import core_watched
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, measure, most_sets, pool_tables
 from dreamshard_planner.workload.tables import Table, Workload
@@ -48,14 +46,13 @@ def calibrate(
     seed: int = 0,
     force: bool = False,
     progress: bool = True,
-    ranks: Ranks | None = None,
 ) -> Checkpoint:
     """Correct a checkpoint's costs for this machine with few measurements, and write the result to ``out``.
 
     Two halves of the time measure sets of different tables, unless ``tables`` are given. Each half confirms the
     corrections fitted to the other (:mod:`dreamshard_planner.cost.correction`). The metadata under ``calibration`` have
     the errors before and after. Networks and measured collectives are kept. With one thread processor time counts, else
-    the wall clock. The same call continues an interrupted calibration.
+    the wall clock.
 
     Args:
         checkpoint: costs to correct.
@@ -69,80 +66,67 @@ def calibrate(
         seed: of the sets.
         force: write the result even with few sets or a busy core.
         progress: show bars on stderr.
-        ranks: processes that measure; the first one does the rest.
 
     Raises:
         CalibrationRefused: too few sets, a busy core, or bad costs that no correction improved; nothing was written.
         CheckpointError: the checkpoint has no cost network.
-        DatasetError: an interrupted calibration with other settings left its blocks there.
         FileError: ``out`` cannot be written; before anything is measured.
     """
-    out, network, ranks = Path(out), checkpoint.cost, ranks or Ranks()
+    out, network = Path(out), checkpoint.cost
     check_writable(out)
     if not isinstance(network, CostNetwork):
         raise CheckpointError(f"{checkpoint.name}: holds no cost network to calibrate")
-    config = _config(seconds, device, threads, batch_sizes, seed)
-    halves = pool_tables((POOL,)) if tables is None else (tables, tables)
-    folders = [out.with_suffix(f".{name}.blocks") for name in ("calibrate", "check")]
-    measured = []
-    for part, (half, folder) in enumerate(zip(halves, folders, strict=True)):
-        pools = dict.fromkeys(OPTIMIZERS, half) if tables is None else _by_optimizer(half)
-        measured.append(_measure(_draw(pools, config, seed + part, ranks), config, folder, 0.5, progress, ranks))
-    halves_of_data, shares = zip(*measured, strict=True)
-    data, others_share = CostDataset.concatenate(halves_of_data), max(shares)
-    half_X = torch.arange(2).repeat_interleave(torch.tensor([len(half) for half in halves_of_data]))
-    for folder in folders:
-        remove_blocks(folder, ranks)  # another calibration is of the machine as it is then
-
-    def corrected() -> Checkpoint:
-        in_use = checkpoint.metadata.get("corrections", {})
-        sets = LabelledSets.of_dataset(data)
-        corrections, checks = choose_corrections(network, in_use, sets, half_X)
-        if not force:
-            _refuse(checks, others_share, seconds)
-        told = {
-            "from": checkpoint.name,
-            "sets": len(sets),
-            "clock": "processor time" if (device, threads) == ("cpu", 1) else "wall clock",
-            "others_share": round(others_share, 3),
-            "checked": _checked(checks, data),
-            "checks": [one.to_dict() for one in checks],
-        }
-        metadata = {
-            **{key: value for key, value in checkpoint.metadata.items() if key not in ("learned", "corrected")},
-            "corrections": corrections,
-            "collectives": collectives or checkpoint.metadata.get("collectives"),
-            "hardware": data.hardware,
-            "hardware_name": f"{checkpoint.measured_on}, calibrated on {hardware_name(data.hardware)}",
-            "reference_ms": data.usual_ms,
-            "calibration": told,
-        }
-        Checkpoint(checkpoint.policy, network, metadata).save(out)
-        return Checkpoint.load(out)
-
-    return ranks.from_first(corrected)
-
-
-def check(compute: ComputeCost, *, seconds: float = 10.0, device: str = "cpu", threads: int = 1) -> list[StageCheck]:
-    """Measure a compute cost's errors on this machine by optimizer and direction, on sets of random tables."""
-    config, ranks = _config(seconds, device, threads, None, 1), Ranks()
-    sets = _draw(dict.fromkeys(OPTIMIZERS, pool_tables((POOL,))[1]), config, 1, ranks)
-    with TemporaryDirectory() as folder:
-        data, _ = _measure(sets, config, Path(folder) / "check.blocks", 1.0, True, ranks)
-    return check_costs(compute, LabelledSets.of_dataset(data))
-
-
-def _config(seconds: float, device: str, threads: int, batch_sizes: Sequence[int] | None, seed: int) -> TrainingConfig:
-    sizes, arena = tuple(batch_sizes or BATCH_SIZES[device]), _ARENA_BYTES.get(device)
-    return TrainingConfig(
-        batch_sizes=sizes,
+    config = TrainingConfig(
+        batch_sizes=tuple(batch_sizes or BATCH_SIZES[device]),
         device=device,
         threads=threads,
         seconds=seconds,
         repeats=_REPEATS,
-        arena_bytes=arena,
+        arena_bytes=_ARENA_BYTES.get(device),
         seed=seed,
     )
+    halves, others_share = _measured(config, tables, progress)
+    data = CostDataset.concatenate(halves)
+    half_X = torch.arange(2).repeat_interleave(torch.tensor([len(half) for half in halves]))
+    sets = LabelledSets.of_dataset(data)
+    corrections, checks = choose_corrections(network, checkpoint.metadata.get("corrections", {}), sets, half_X)
+    if not force:
+        _refuse(checks, others_share, seconds)
+    told = {
+        "from": checkpoint.name,
+        "sets": len(sets),
+        "clock": "processor time" if (device, threads) == ("cpu", 1) else "wall clock",
+        "others_share": round(others_share, 3),
+        "checked": _checked(checks, data),
+        "checks": [one.to_dict() for one in checks],
+    }
+    metadata = {
+        **{key: value for key, value in checkpoint.metadata.items() if key not in ("learned", "corrected")},
+        "corrections": corrections,
+        "collectives": collectives or checkpoint.metadata.get("collectives"),
+        "hardware": data.hardware,
+        "hardware_name": f"{checkpoint.measured_on}, calibrated on {hardware_name(data.hardware)}",
+        "reference_ms": data.usual_ms,
+        "calibration": told,
+    }
+    Checkpoint(checkpoint.policy, network, metadata).save(out)
+    return Checkpoint.load(out)
+
+
+def _measured(
+    config: TrainingConfig, tables: Sequence[Table] | None, progress: bool
+) -> tuple[list[CostDataset], float]:
+    """Measure sets of either half of the tables, and return the share of the time in which others had the core."""
+    if tables is None:
+        pools = [dict.fromkeys(OPTIMIZERS, half) for half in pool_tables((POOL,))]
+    else:
+        pools = [_by_optimizer(tables)] * 2
+    with TemporaryDirectory() as folder, core_watched() as use:
+        halves = [
+            measure(config, _draw(half, config, config.seed + part), Path(folder) / str(part), 0.5, progress)
+            for part, half in enumerate(pools)
+        ]
+    return halves, use.others_share
 
 
 def _by_optimizer(tables: Sequence[Table]) -> dict[str, list[Table]]:
@@ -155,11 +139,9 @@ def _by_optimizer(tables: Sequence[Table]) -> dict[str, list[Table]]:
     return pools
 
 
-def _draw(
-    pools: Mapping[str, Sequence[Table]], config: TrainingConfig, seed: int, ranks: Ranks
-) -> list[list[Workload]]:
+def _draw(pools: Mapping[str, Sequence[Table]], config: TrainingConfig, seed: int) -> list[list[Workload]]:
     """Draw random sets that take turns in optimizers, each with its tables."""
-    count, work = most_sets(config.seconds, ranks) // len(pools) + 1, _MAX_WORK[config.device]
+    count, work = most_sets(config.seconds) // len(pools) + 1, _MAX_WORK[config.device]
     mix = GroupMix(rowwise_adagrad=0.0, adagrad=0.0)
     drawn = [
         draw_sets(pool, count, 100 * seed + k, config.batch_sizes, _MAX_TABLES, mix, work, config.device)
@@ -170,15 +152,6 @@ def _draw(
         for groups in zip(*drawn, strict=True)
         for name, group in zip(pools, groups, strict=True)
     ]
-
-
-def _measure(
-    sets: Sequence[Sequence[Workload]], config: TrainingConfig, folder: Path, part: float, progress: bool, ranks: Ranks
-) -> tuple[CostDataset, float]:
-    """Return measured sets, and the largest share of a rank's time in which others had the core."""
-    with processor_time((config.device, config.threads) == ("cpu", 1)) as clock:
-        data = measure(config, sets, folder, part, progress, ranks)
-    return data, max(ranks.gather(lambda: clock.others_share))
 
 
 def _refuse(checks: Sequence[StageCheck], others_share: float, seconds: float) -> None:
@@ -198,9 +171,6 @@ def _refuse(checks: Sequence[StageCheck], others_share: float, seconds: float) -
 
 def _checked(checks: Sequence[StageCheck], data: CostDataset) -> str:
     """Return optimizers with errors, dims and batches, for reports."""
-    off: dict[str, list[str]] = {}
-    for one in checks:
-        off.setdefault(OPTIMIZERS[one.optimizer], []).append(f"{100 * one.after:.0f}")
-    optimizers = ", ".join(f"{name} ({' and '.join(errors)} % off)" for name, errors in off.items())
     dims, batches = (data.columns[name] for name in ("dim", "batch_size"))
-    return f"{optimizers}; dims {dims.min()} to {dims.max()}, batches {batches.min():,} to {batches.max():,}"
+    range_of = f"dims {dims.min()} to {dims.max()}, batches {batches.min():,} to {batches.max():,}"
+    return f"{errors_in_words(checks)}; {range_of}"

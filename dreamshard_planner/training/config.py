@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Settings of a training, the tables that it learns from, and its measurements on all ranks."""
+"""Settings of a training, the tables that it learns from, and its measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import FitConfig
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.sets import SHARD_SHARE, draw_sets
 from dreamshard_planner.policy.reinforce import ReinforceConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables
@@ -37,7 +36,7 @@ class TrainingConfig:
     """Pools for the cost network only, to widen its bounds; the policy does not train on them."""
     device: str = "cpu"
     threads: int = 1
-    """Intra-op threads of the measured kernels: what one rank has."""
+    """Intra-op threads of the measured kernels: those of one rank."""
     seconds: float = 300.0
     """Time for measuring, held-out sets included."""
     rounds: int = 2
@@ -110,9 +109,9 @@ def pool_tables(pools: Sequence[str]) -> tuple[list[Table], list[Table]]:
     return train_tables, test_tables
 
 
-def most_sets(seconds: float, ranks: Ranks) -> int:
+def most_sets(seconds: float) -> int:
     """Return more sets than can be measured in some seconds."""
-    return ranks.size * int(seconds * MAX_SETS_PER_SECOND) + 1
+    return int(seconds * MAX_SETS_PER_SECOND) + 1
 
 
 def measure(
@@ -121,11 +120,10 @@ def measure(
     folder: Path,
     share: float,
     progress: bool,
-    ranks: Ranks,
     *,
     once: bool = False,
 ) -> CostDataset:
-    """Measure for a share of the time, and free the kernels' memory.
+    """Measure for a share of the time.
 
     Args:
         config: of the training.
@@ -133,28 +131,21 @@ def measure(
         folder: of the measured blocks; continued.
         share: of ``config.seconds``.
         progress: show a bar on stderr.
-        ranks: processes that measure.
         once: only read what an earlier run finished: more sets would change the networks, and so the sets of later
             rounds.
     """
-    finished = once and ranks.from_first(lambda: (folder / FINISHED).is_file())
-    device = ranks.device(config.device)
-    arena = Arena(device, config.arena_bytes, seed=config.seed)
-    try:
-        dataset = collect(
-            sets,
-            folder,
-            device=device,
-            threads=config.threads,
-            repeats=config.repeats,
-            seed=config.seed,
-            seconds=0.0 if finished else config.seconds * share,
-            progress=progress,
-            arena=arena,
-            ranks=ranks,
-        )
-    finally:
-        arena.release()
-    if once and ranks.leads:
+    finished = once and (folder / FINISHED).is_file()
+    dataset = collect(
+        sets,
+        folder,
+        device=config.device,
+        threads=config.threads,
+        repeats=config.repeats,
+        seed=config.seed,
+        seconds=0.0 if finished else config.seconds * share,
+        progress=progress,
+        arena=Arena(config.device, config.arena_bytes, seed=config.seed),
+    )
+    if once:
         (folder / FINISHED).touch()
     return dataset

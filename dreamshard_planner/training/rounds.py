@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,58 +21,46 @@ from dreamshard_planner.cost.network import (
     mape_2,
     predict_ms,
 )
-from dreamshard_planner.measure.collect import remove_blocks
 from dreamshard_planner.measure.hardware import hardware_name
-from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.training.config import TrainingConfig, measure, most_sets, pool_tables
 from dreamshard_planner.training.policies import DrawnTask, improve, proposed_sets, validate_policy
-from dreamshard_planner.workload.tables import Workload
 
 
-def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks: Ranks | None = None) -> Checkpoint:
+def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Checkpoint:
     """Measure, fit and improve, and write the checkpoint ``out``, with the dataset beside it.
 
-    The same call continues an interrupted training. All ``ranks`` measure; the first one does the rest.
+    The same call continues an interrupted training.
     """
-    out, ranks = Path(out), ranks or Ranks()
+    out = Path(out)
     for file in (out, out.with_suffix(".dataset.npz"), out.with_suffix(".test.npz")):
         check_writable(file)
     train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
-    max_sets = most_sets(config.seconds, ranks)
+    max_sets = most_sets(config.seconds)
     test_sets = config.draw_sets(test_tables, max_sets, config.seed + 1)
-    train_sets = config.draw_sets(train_tables, max_sets, config.seed)
+    sets = config.draw_sets(train_tables, max_sets, config.seed)
     folders = [out.with_suffix(".test.blocks")]
-    test = measure(config, test_sets, folders[0], config.test_share, progress, ranks, once=True)
+    test = measure(config, test_sets, folders[0], config.test_share, progress, once=True)
 
     datasets: list[CostDataset] = []
+    learned: tuple[Checkpoint, list[DrawnTask]] | None = None
     round_share = (1 - config.test_share) / config.rounds
-    learned: tuple[Checkpoint, list[DrawnTask]]
-
-    def proposed() -> list[list[Workload]]:
-        checkpoint, tasks = learned
-        return proposed_sets(checkpoint.policy, tasks, max_sets, config.seed + 100 * round_index, config.device)
-
     for round_index in range(config.rounds):
-        sets = ranks.from_first(proposed) if round_index else train_sets
+        if learned is not None:
+            made, tasks = learned
+            sets = proposed_sets(made.policy, tasks, max_sets, config.seed + 100 * round_index, config.device)
         folders.append(out.with_suffix(f".round{round_index}.blocks"))
-        datasets.append(measure(config, sets, folders[-1], round_share, progress, ranks, once=True))
-        if ranks.leads:
-            learned = learn(config, CostDataset.concatenate(datasets), test, progress)
-
-    def saved() -> Checkpoint:
-        made, _ = learned
-        made.save(out)  # first, since the blocks still hold all of the datasets
-        CostDataset.concatenate(datasets).save(out.with_suffix(".dataset.npz"))
-        test.save(out.with_suffix(".test.npz"))
-        return Checkpoint.load(out)
-
-    checkpoint = ranks.from_first(saved)
+        datasets.append(measure(config, sets, folders[-1], round_share, progress, once=True))
+        learned = learn(config, CostDataset.concatenate(datasets), test, progress)
+    assert learned is not None  # there is a round
+    learned[0].save(out)  # first, since the blocks still hold all of the datasets
+    CostDataset.concatenate(datasets).save(out.with_suffix(".dataset.npz"))
+    test.save(out.with_suffix(".test.npz"))
     for folder in folders:
-        remove_blocks(folder, ranks)  # the datasets hold all of it
-    return checkpoint
+        shutil.rmtree(folder, ignore_errors=True)  # the datasets hold all of it
+    return Checkpoint.load(out)
 
 
 def learn(

@@ -57,7 +57,7 @@ def test_quick_run_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     record, work = tmp_path / "record.jsonl", tmp_path / "work"
 
     def run(*options: str) -> str:
-        command = ["paper_experiment.py", "--quick", "--processor-time", "--work", str(work), "--record", str(record)]
+        command = ["paper_experiment.py", "--quick", "--work", str(work), "--record", str(record)]
         monkeypatch.setattr(sys, "argv", [*command, *options])
         main()
         return "".join(capsys.readouterr())

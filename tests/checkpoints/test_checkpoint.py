@@ -85,8 +85,8 @@ def test_a_wrong_file_is_named_with_the_reason(saved: Path, damage: Callable[[Pa
     ("wrong", "mistake"),
     [
         ({"validation": {"network_mape": [0.1, "a"]}}, "validation.network_mape.1: .* got 'a'"),
-        ({"dataset": {"test_sets": "many"}}, "dataset.test_sets: .* got 'many'"),
-        ({"dataset": None}, "dataset"),
+        ({"validation": None}, "validation"),
+        ({"calibration": []}, "calibration"),
         ({"collectives": {"backend": "gloo"}}, "collectives: world_size must be of type int"),
         ({"corrections": {"adam": [RATES, RATES]}}, "corrections.adam.*: must be one of sgd, .* got 'adam'"),
         *(

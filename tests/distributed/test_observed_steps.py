@@ -234,8 +234,8 @@ def test_a_job_goes_on_where_there_is_nothing_to_tell(found: list[dict[str, Any]
 
 def test_a_plan_of_the_model_before_its_optimizer_is_told(found: list[dict[str, Any]]) -> None:
     told, of_the_other = (of_rank["planned before the optimizer"] for of_rank in found)
-    assert re.search("the plan was made for sgd of embeddings.t., and rowwise_adagrad trains it", told[-2])
-    assert told[-1].startswith("predicted with other optimizers than train") and of_the_other == []
+    assert re.search("the plan was made for sgd of embeddings.t.*, and rowwise_adagrad trains it", told[-2])
+    assert "times do not compare" in told[-1] and of_the_other == []
 
 
 def test_of_a_tensor_dict_times_alone_are_observed(found: list[dict[str, Any]]) -> None:

@@ -70,8 +70,6 @@ def test_sets_are_measured_on_the_device(device: str, tmp_path: Path) -> None:
     clock = SetClock([w for group in sets[:1] for w in group], device, arena)
     (samples,) = clock.samples([(0,)], repeats=2)
     assert 0 <= samples.launch_bound <= 1 and bool((samples.samples_ms > 0).all())
-    arena.release()
-    assert arena.weights(torch.float32).numel() * 4 >= 1 << 26  # made again where it is used again
 
 
 def test_the_reference_set_is_long_enough_on_a_gpu() -> None:

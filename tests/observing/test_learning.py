@@ -112,7 +112,7 @@ def test_what_was_observed_in_earlier_runs_is_not_called_unseen(tmp_path: Path) 
             ranks = (replace(of, kernels=(one,)) for of, one in zip(run.ranks, kernels, strict=True))
             runs.append(replace(run, ranks=tuple(ranks)))
         made = learn(made, replace(seen, runs=tuple(runs)), tmp_path / "learned.safetensors", force=True)
-        said.append(made.metadata["learned"]["said"].rpartition("held-out kernels); ")[2])
+        said.append(made.metadata["learned"]["said"].rpartition("% off); ")[2])
     assert said[0].startswith("never observed, and as before: SGD, row-wise Adagrad, ") and "row_wise," in said[0]
     for later in said[1:]:  # of all that went before, not of the last alone
         assert later.startswith(

@@ -64,7 +64,7 @@ def test_a_plan_for_another_optimizer_is_said() -> None:
     kernels = (replace(run.ranks[0].kernels[0], tables=(as_planned,)),)
     other = replace(run, ranks=(replace(run.ranks[0], kernels=kernels), run.ranks[1]))
     found = compare(other)
-    assert found.trusted is False and found.verdict.startswith("predicted with other optimizers than train")
+    assert found.trusted is False and "times do not compare" in found.verdict
     assert f"the plan was made for sgd of {planned}, and adagrad trains it" in found.meaning[-1]
     alike = (replace(kernels[0], optimizer="sgd"),)
     assert compare(replace(run, ranks=(replace(run.ranks[0], kernels=alike), run.ranks[1]))).trusted
@@ -84,14 +84,14 @@ def test_replicas_are_not_judged() -> None:
     run = planned_run(3.0, 4.0)
     dense = [replace(rank, kernels=tuple(replace(one, kernel="dense") for one in rank.kernels)) for rank in run.ranks]
     found = compare(replace(run, ranks=tuple(dense)))
-    assert not found.trusted and "data-parallel" in found.verdict and "all-reduce" in found.meaning[-1]
+    assert not found.trusted and "data-parallel" in found.meaning[-1] and "all-reduce" in found.meaning[-1]
 
 
 def test_another_batch_size_than_the_planned_one_is_said() -> None:
     found = compare(of_size(planned_run(1.0, 1.0), 2))
     (said,) = (text for text in found.meaning if "batch" in text)
     assert f"{LOCAL_BATCH} samples" in said and f"batch_size={2 * LOCAL_BATCH}" in said
-    assert found.trusted is False and found.verdict.startswith("predicted for another batch size")
+    assert found.trusted is False and "times do not compare" in found.verdict
     assert not any("costs of another machine" in text for text in found.meaning)
 
 
