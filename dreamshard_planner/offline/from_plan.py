@@ -68,9 +68,9 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
 
 
 def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_tables: bool) -> Replan:
-    """Return a replan for a plan file's job with the file's own constraints and topology.
+    """Return a replan for a plan file's job with the file's own constraints, topology and storage reservation.
 
-    The job lacks :data:`IN_WORDS` and the last bits of bandwidths.
+    The job lacks :data:`IN_WORDS`, the last bits of bandwidths, and the reservation: it reserves the same share.
 
     Args:
         found: for :func:`job_of` the plan.
@@ -80,9 +80,11 @@ def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_
     """
 
     def told(inputs: PlanInputs) -> PlanInputs:
-        topology = saved.inputs.topology if same_machine else inputs.topology
         return replace(
-            inputs, topology=topology, constraints=saved.inputs.constraints if same_tables else inputs.constraints
+            inputs,
+            topology=saved.inputs.topology if same_machine else inputs.topology,
+            constraints=saved.inputs.constraints if same_tables else inputs.constraints,
+            settings={**inputs.settings, "storage_reservation": saved.inputs.settings.get("storage_reservation")},
         )
 
     def made(index: int) -> SavedPlan:

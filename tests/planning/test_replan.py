@@ -239,7 +239,8 @@ def test_what_a_job_of_a_file_lacks_is_not_told_as_changed(tmp_path: Path) -> No
     told = CliRunner().invoke(app, ["replan", str(plan), "--steps", "1", "--out", str(new)])
     assert told.exit_code == 0 and "Stay with plan.json" in told.stdout, told.output
     for file in (plan, new):
-        assert planned("abc", model("abc"), plan_loader=JsonPlanLoader(file), **given).options
+        loaded = planned("abc", model("abc"), plan_loader=JsonPlanLoader(file), **given)
+        assert loaded.options and "storage_reservation" not in str(loaded.report())
     machine = CliRunner().invoke(app, ["replan", str(plan), "--steps", "1", "--batch-size", "8"])
     assert "made for something else" in machine.stdout, machine.output
     found = planned("abc", model("abc"), topology=given["topology"]).replan(SavedPlan.load(plan), steps=1)
