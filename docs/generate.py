@@ -96,14 +96,14 @@ def sharding_types() -> str:
         return ", ".join({"cpu": "CPU", "cuda": "GPU"}[device] for device in devices) or "no"
 
     def row(kind: str, spec: ShardingTypeSpec) -> str:
-        differs = "; ".join(reason.where for reason in spec.inexact) or "no"
-        cells = (f"`{kind}`", spec.in_words, moved(spec), offered(spec.pooled_on), offered(spec.sequence_on), differs)
+        same = "[not always](#types-that-train-the-same)" if spec.inexact else "yes"
+        cells = (f"`{kind}`", spec.in_words, moved(spec), offered(spec.pooled_on), offered(spec.sequence_on), same)
         return f"| {' | '.join(cells)} |"
 
     return "\n".join(
         [
             "| type | who computes what, in the forward pass | bytes that pooled outputs move, per rank | pooled on "
-            "| sequences on | trains differently |",
+            "| sequences on | trains the same |",
             "|---|---|---|---|---|---|",
             *(row(kind, spec) for kind, spec in SHARDING_TYPES.items()),
         ]
