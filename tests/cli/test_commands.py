@@ -313,7 +313,7 @@ def test_doctor_names_the_checkpoint_and_what_cuda_lacks() -> None:
     assert "cpu.safetensors" in found["costs on cpu"]["found"]
     if not torch.cuda.is_available():
         assert found["CUDA"]["verdict"] == "note" and "roofline" in found["costs on cuda"]["found"]
-        assert "plans for NVIDIA H100 80GB HBM3, 1 thread(s) take" in found["costs on cuda"]["advice"]
+        assert "plans for NVIDIA H100 80GB HBM3 use a network" in found["costs on cuda"]["advice"]
 
 
 def test_doctor_says_what_to_install_and_fails_where_nothing_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
