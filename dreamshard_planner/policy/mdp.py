@@ -17,11 +17,13 @@ room at all ends its episode as infeasible. Reward: minus the cost of the finish
 
 Many episodes of one task advance together; the only Python loop is over tables. States are running sums, so that a step
 costs O(options x ranks), whatever the number of tables. They are numpy arrays, whose calls cost a third of torch's.
+Fused groups are rated at a few positions of each option alone. They are shortlisted by an estimate: what the part costs
+alone, times the group's cost over that of its parts alone.
 
-Shapes: E episodes, T tables, O options of the table at hand, which are the actions, U units of an option, L span of a
-unit, D ranks, N positions (D, of which wide units use the first), C collectives, J of them that an option sends in
-(padded), R = 1 + J heights that it raises, X parts laid down, H latent channels, G fused groups, M limits, Y channels
-of actions, N types of sharding.
+Shapes: E episodes, T tables, O options of the table at hand, which are the actions, U units of an option, Q parts of
+all options, D ranks, N positions (D, of which wide units use the first), K of them at which compute is rated, C
+collectives, J of them that an option sends in (padded), R = 1 + J heights that it raises, X parts laid down, Z sums
+over a fused group's parts, G fused groups, M limits, Y channels of actions, N types of sharding.
 """
 
 from __future__ import annotations
@@ -33,8 +35,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dreamshard_planner.cost.compute import both_passes
-from dreamshard_planner.cost.problem import Cost, Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding, counted_up
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import (
     CW,
@@ -55,10 +56,14 @@ WHOLE_TYPES = tuple(kind for kind in TYPES if SHARDING_TYPES[kind].is_whole)
 CHANNELS = ("mean_compute", "mean_exchanges", "peak_compute", "peak_exchanges", "start_up")
 """Rises by an action: of the mean and the power mean of heights, of compute and of exchanges; and what collectives take
 that nothing was sent in before."""
-AMPLE = 0.5
-"""Share of the device memory up to which all tables may fill it before options in host memory become actions."""
+AMPLE = 0.25
+"""Share of the device memory that all tables may need at least before options in host memory become actions."""
 DESCRIBED = len(TYPES) + 7
 """Channels that say what an option is."""
+RATED = 4
+"""Positions of each option at which compute is rated: the best by estimates. More for options of more units."""
+TINY = 1e-300
+"""Least sum of powers, which underflow."""
 NOTHING = 1e-9
 """Heights up to which a collective counts as unused: differences leave a rest."""
 
@@ -75,19 +80,30 @@ class Sweep:
 
 @dataclass(frozen=True)
 class TableActions:
-    """The options of one table, as actions take them, in ascending order of span."""
+    """The options of one table, as actions take them, in ascending order of span.
+
+    Rises are estimated as if all parts of an option were its largest.
+    """
 
     table: int
+    ranks: int
     option_O: np.ndarray
     span_O: np.ndarray
     units_O: np.ndarray
-    parts: tuple[np.ndarray, ...]
-    """Parts of each option's units, int64 [U, L] each."""
-    part_OD: np.ndarray
-    """Part that each rank would get of an option's first unit."""
+    option_Q: np.ndarray
+    """Option, unit and place in the unit of each part of all options, and its number in the problem."""
+    unit_Q: np.ndarray
+    place_Q: np.ndarray
+    part_Q: np.ndarray
+    added_OR: np.ndarray
+    """Heights that a part adds: compute alone on a rank, and what it sends in each collective."""
+    need_OM: np.ndarray
+    """Needs of a part, of the limits that may bind."""
     group_O: np.ndarray
-    collective_OJ: np.ndarray
-    """Collectives that an option sends in; C, which has no bytes, where padded."""
+    raised_OR: np.ndarray
+    """Rows of :attr:`EstimatedMDP.height_ERD` that an option raises; the last one, which stays 0, where padded."""
+    start_up_OJ: np.ndarray
+    """Heights that the collectives of an option take to start."""
     type_O: np.ndarray
     level: float
     """Height that the cheapest option adds to the level height."""
@@ -95,9 +111,14 @@ class TableActions:
     """Facts on each option, [O, DESCRIBED]."""
 
     @cached_property
-    def alike_O(self) -> np.ndarray:
-        """True if all units of an option have the same parts."""
-        return np.array([bool((part_UL == part_UL[0]).all()) for part_UL in self.parts])
+    def exists_OU(self) -> np.ndarray:
+        """True for units, false for padding."""
+        return np.arange(self.units_O.max()) < self.units_O[:, None]
+
+    @cached_property
+    def exists_ON(self) -> np.ndarray:
+        """True for positions, false for padding."""
+        return np.arange(self.ranks) < self.ranks // self.span_O[:, None]
 
     @cached_property
     def wide(self) -> tuple[tuple[int, slice], ...]:
@@ -107,6 +128,15 @@ class TableActions:
             (span, slice(*(int(np.searchsorted(self.span_O, span, side)) for side in ("left", "right"))))
             for span in spans
         )
+
+    @cached_property
+    def first_O(self) -> np.ndarray:
+        """Place of each option's first part among the parts of all options."""
+        return np.searchsorted(self.option_Q, np.arange(len(self.option_O)))
+
+    def ranks_at(self, position_EOU: np.ndarray) -> np.ndarray:
+        """Return the rank of each part of all options, with their units at these positions, [E, Q]."""
+        return position_EOU[:, self.option_Q, self.unit_Q] * self.span_O[self.option_Q] + self.place_Q
 
 
 class ShardingTask:
@@ -130,6 +160,8 @@ class ShardingTask:
         """Height that each collective takes to start; 0 for padding."""
         self.sent_PC = np.pad(problem.bytes_PC.numpy() * per_byte_C, ((0, 0), (0, 1)))
         """Height that each part adds to its rank in each collective; 0 for padding."""
+        self.alone_P = cost.single_ms_P.numpy() / self.level_ms
+        """Height that each part adds to a rank where it is alone."""
         self._kept_TO = self._kept(types)
         total_TO = np.where(self._kept_TO, asked.total_ms_TO, np.inf)
         self._order_T = np.argsort(-total_TO.min(1), kind="stable")
@@ -142,6 +174,12 @@ class ShardingTask:
         most_M = np.where(self._kept_TO[..., None], asked.needs_TOM, 0.0).max(1).sum(0)
         self.scarce_M = np.flatnonzero(most_M > problem.limits_DM.numpy().min(0))
         """Limits that may bind: all tables together might exceed them on one rank."""
+        self.need_PM = problem.needs_PM.numpy()[:, self.scarce_M]
+        rows = problem.option_rows
+        part_X, first_O = rows.all_parts(np.arange(len(rows.parts_O))), rows.parts_O.cumsum() - rows.parts_O
+        values_PV = np.column_stack([self.alone_P, self.sent_PC, self.need_PM])
+        self._largest_OV = np.maximum.reduceat(values_PV[part_X], first_O)
+        """Height alone, heights sent and needs of the largest part of each option."""
         self._actions: dict[int, TableActions] = {}
 
     @property
@@ -152,20 +190,18 @@ class ShardingTask:
         """Options that are actions, bool [T, O]: of some types; and where tables in device memory would fill little of
         it, none in host memory, unless a table has no others."""
         problem, finite_TO = self.problem, np.isfinite(self._asked.total_ms_TO)
-        room_TO, named_TO = np.zeros_like(finite_TO), np.zeros_like(finite_TO)
-        is_host_TO, is_replica_TO = np.zeros_like(finite_TO), np.zeros_like(finite_TO)
+        room_TO, named_TO, is_host_TO = (np.zeros_like(finite_TO) for _ in range(3))
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
                 fits = len(option.units) * option.units[0].span <= problem.num_ranks
                 room_TO[table, index] = fits and option.sharding_type in TYPES
                 named_TO[table, index] = option.sharding_type in types
                 is_host_TO[table, index] = in_host_memory(option.kernel)
-                is_replica_TO[table, index] = SHARDING_TYPES[option.sharding_type].is_replicated
         kept_TO = finite_TO & room_TO
         kept_TO = np.where((kept_TO & named_TO).any(1, keepdims=True), kept_TO & named_TO, kept_TO)
-        most_T = np.where(kept_TO & ~is_host_TO & ~is_replica_TO, self._asked.needs_TOM[..., 0], 0.0).max(1)
-        if most_T.sum() <= AMPLE * self._asked.limits_M[0]:
-            fast_TO = kept_TO & ~is_host_TO
+        fast_TO = kept_TO & ~is_host_TO
+        least_T = np.where(fast_TO, self._asked.needs_TOM[..., 0], np.inf).min(1)
+        if least_T[np.isfinite(least_T)].sum() <= AMPLE * self._asked.limits_M[0]:
             kept_TO = np.where(fast_TO.any(1, keepdims=True), fast_TO, kept_TO)
         self.may_be_played = bool(kept_TO.any(1).all())
         """True if every table has an option of these whose units find ranks of their own."""
@@ -197,23 +233,32 @@ class ShardingTask:
         all_options, ranks = problem.tables[table], problem.num_ranks
         chosen = sorted(np.flatnonzero(self._kept_TO[table]).tolist(), key=lambda o: all_options[o].units[0].span)
         options = [all_options[index] for index in chosen]
-        spans = [option.units[0].span for option in options]
-        parts = tuple(
-            problem.parts_of(table, index).reshape(-1, span) for index, span in zip(chosen, spans, strict=True)
-        )
-        sends = [np.flatnonzero(self.sent_PC[part_UL.ravel()].any(0)).tolist() for part_UL in parts]
-        width, none = max(1, *map(len, sends)), len(problem.collectives.collectives)
+        span_O = np.array([option.units[0].span for option in options])
+        parts = [problem.parts_of(table, index) for index in chosen]
+        parts_O = np.array([*map(len, parts)])
+        option_Q, within_Q = np.repeat(np.arange(len(parts)), parts_O), counted_up(np.zeros_like(parts_O), parts_O)
+        largest_OV, none = self._largest_OV[problem.option_rows.rows([table], chosen)], len(self.start_up_C) - 1
+        alone_O1, sent_OC, need_OM = np.split(largest_OV, [1, 2 + none], 1)
+        sends = [np.flatnonzero(sent_C).tolist() for sent_C in sent_OC]
+        width = max(1, *map(len, sends))
         type_O = np.array([TYPES.index(option.sharding_type) for option in options])
         total_O = self._asked.total_ms_TO[table, chosen] / ranks / self.level_ms
+        collective_OJ = np.array([columns + [none] * (width - len(columns)) for columns in sends])
         return TableActions(
             table=table,
+            ranks=ranks,
             option_O=np.array(chosen),
-            span_O=np.array(spans),
-            units_O=np.array([len(part_UL) for part_UL in parts]),
-            parts=parts,
-            part_OD=np.stack([np.tile(part_UL[0], ranks // part_UL.shape[1]) for part_UL in parts]),
+            span_O=span_O,
+            units_O=parts_O // span_O,
+            option_Q=option_Q,
+            unit_Q=within_Q // span_O[option_Q],
+            place_Q=within_Q % span_O[option_Q],
+            part_Q=np.concatenate(parts),
+            added_OR=np.hstack([alone_O1, np.take_along_axis(sent_OC, collective_OJ, 1)]),
+            need_OM=need_OM,
             group_O=np.array([problem.group_of(table, index) for index in chosen]),
-            collective_OJ=np.array([columns + [none] * (width - len(columns)) for columns in sends]),
+            raised_OR=np.pad(collective_OJ + 1, ((0, 0), (1, 0))),
+            start_up_OJ=self.start_up_C[collective_OJ],
             type_O=type_O,
             level=max(1e-9, float(total_O.min())),
             described_OY=self._described(step, chosen, type_O, total_O),
@@ -242,16 +287,71 @@ class Choices:
     """The next table's actions in every episode."""
 
     actions: TableActions
-    rise_EOY: np.ndarray
-    """:data:`CHANNELS` of each action, over what the table adds to the level height."""
-    free_EO: np.ndarray
-    """Share of a rank's memory that stays free where it is scarcest."""
+    mean_EOR: np.ndarray
+    """Rise of the mean of heights by each action; nothing if the sweep gives it no weight."""
+    peak_EOR: np.ndarray
+    """Rise of their power mean."""
+    start_up_EO: np.ndarray
+    """Start-up of collectives that carried nothing before."""
+    position_EOU: np.ndarray
+    rank_EQ: np.ndarray
+    """Rank of each part of all options."""
     legal_EO: np.ndarray
+
+    @property
+    def rise_EOY(self) -> np.ndarray:
+        """:data:`CHANNELS` of each action, over what the table adds to the level height."""
+        rises = [part_EO for of in (self.mean_EOR, self.peak_EOR) for part_EO in (of[..., 0], of[..., 1:].sum(-1))]
+        return np.stack([*rises, self.start_up_EO], -1) / self.actions.level
 
     def least(self, sweep: Sweep) -> np.ndarray:
         """Return the action of each episode that raises the sweep's weighted heights least, [E]."""
-        weight_Y = np.repeat([sweep.mean, 1 - sweep.mean, 1.0], (2, 2, 1))
-        return np.where(self.legal_EO, self.rise_EOY @ weight_Y, np.inf).argmin(-1)
+        rise_EO = (sweep.mean * self.mean_EOR + (1 - sweep.mean) * self.peak_EOR).sum(-1) + self.start_up_EO
+        return np.where(self.legal_EO, rise_EO, np.inf).argmin(-1)
+
+
+@dataclass(frozen=True)
+class Shortlist:
+    """Positions of each option at which compute is rated, K of them."""
+
+    position_EOK: np.ndarray
+    legal_EOK: np.ndarray
+    mean_EOKR: np.ndarray
+    """Rise of the mean of heights by a unit at each position."""
+    more_EOKR: np.ndarray
+    """Rise of the sum of powers."""
+    sum_EOR: np.ndarray
+    """Sum of powers over all ranks before."""
+    highest_EOR: np.ndarray
+    """Height of which powers are shares."""
+    doublings: int
+    ranks: int
+
+    def risen(self, more_EOKR: np.ndarray) -> np.ndarray:
+        """Return the rise of power means by rises of sums of powers, [E, O, K, R]."""
+        sum_EO1R = self.sum_EOR[:, :, None]
+        roots = (
+            _roots((sum_EOXR / self.ranks).clip(0), self.doublings) for sum_EOXR in (sum_EO1R + more_EOKR, sum_EO1R)
+        )
+        return self.highest_EOR[:, :, None] * np.subtract(*roots)
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A table as it lies in every episode."""
+
+    action_E: np.ndarray
+    position_EU: np.ndarray
+    cell: tuple[np.ndarray, np.ndarray, np.ndarray]
+    """Episode, fused group and rank of each part, int64 [X] each."""
+    part_X: np.ndarray
+
+    def only(self, rows: Sequence[int]) -> Laid:
+        """Return the table in some episodes, numbered anew."""
+        at = [np.flatnonzero(self.cell[0] == row) for row in rows]
+        row_X, at_X = np.repeat(np.arange(len(rows)), [len(some) for some in at]), np.concatenate(at)
+        cell = row_X, self.cell[1][at_X], self.cell[2][at_X]
+        return Laid(self.action_E[list(rows)], self.position_EU[list(rows)], cell, self.part_X[at_X])
 
 
 class EstimatedMDP:
@@ -267,86 +367,136 @@ class EstimatedMDP:
     def __init__(self, task: ShardingTask, episodes: int, types_EN: np.ndarray | None = None) -> None:
         problem, cost, ranks = task.problem, task.cost, task.problem.num_ranks
         self.task, self.types_EN = task, types_EN
-        self._latent_PH = cost.latent_PH.numpy()
-        self._need_PM = problem.needs_PM.numpy()[:, task.scarce_M]
+        ones_P = np.ones(len(task.alone_P))
+        self._own_PZ = np.column_stack([cost.latent_PH.numpy(), task.alone_P, ones_P])
         limits_DM = problem.limits_DM.numpy()[:, task.scarce_M]
         self._limits_DM = limits_DM.astype(np.float64).clip(1)
         compute = cost.compute
         self._rate = compute.approximate_ms if compute.approximates else compute.group_cost_ms
-        self.latent_EGDH = np.zeros((episodes, problem.num_groups, ranks, self._latent_PH.shape[1]))
-        self.group_EGD = np.zeros((episodes, problem.num_groups, ranks))
+        groups = episodes, problem.num_groups, ranks
+        self.sums_EGDZ = np.zeros((*groups, self._own_PZ.shape[1]))
+        """Sums over the parts of each fused group: latents, heights that they would have alone, and one each."""
+        self.group_EGD = np.zeros(groups)
         """Height of each fused group."""
+        self.fusion_EGD = np.ones(groups)
+        """The ratio of the two; 1 where nothing lies. It estimates what one more part adds."""
         self.height_ERD = np.zeros((episodes, 1 + task.sent_PC.shape[1], ranks))
         """Heights of compute, of every collective, and of none."""
         self.free_EDM = np.repeat(limits_DM[None], episodes, 0)
         self.alive_E = np.ones(episodes, dtype=bool)
         self.episode_E = np.arange(episodes)
         """Number of each episode, of those that were begun."""
-        self._laid: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
-        """By table, the action of each episode, and the positions of its units."""
+        self._laid: dict[int, Laid] = {}
 
     def observe(self, step: int, sweep: Sweep) -> Choices:
         """Take up the table of a step, if it lies anywhere; return its actions."""
-        actions = self._actions = self.task.actions(step)
-        first_sweep = actions.table not in self._laid
-        if not first_sweep:
-            self._take_up(actions)
-        ranks = self.task.problem.num_ranks
-        self._after_EOD = self._compute(self.latent_EGDH[:, actions.group_O] + self._latent_PH[actions.part_OD])
-        compute_O1 = np.zeros((len(actions.option_O), 1), dtype=np.int64)
-        before_EORD = self.height_ERD[:, np.concatenate([compute_O1, actions.collective_OJ + 1], 1)]
-        added_EORD = np.empty_like(before_EORD)
-        added_EORD[:, :, 0] = self._after_EOD - self.group_EGD[:, actions.group_O]
-        added_EORD[:, :, 1:] = self.task.sent_PC[actions.part_OD[:, None], actions.collective_OJ[..., None]]
-        after_EORD = before_EORD + added_EORD
-        highest_EOR1 = after_EORD.max(-1, keepdims=True).clip(NOTHING)  # powers are of shares of it, at most 1
-        before_p, after_p = (_powers(values / highest_EOR1, sweep.doublings) for values in (before_EORD, after_EORD))
-        sum_EOR1 = before_p.sum(-1, keepdims=True) / ranks
-        mean_EOR1 = highest_EOR1 * _roots(sum_EOR1, sweep.doublings)
-        added_EORN = _over_spans(added_EORD / ranks, actions, 0.0)
-        more_EORN = _over_spans((after_p - before_p) / ranks, actions, 0.0)
-        rise_EORN = highest_EOR1 * _roots((sum_EOR1 + more_EORN).clip(0), sweep.doublings) - mean_EOR1
-        key_EON = (sweep.mean * added_EORN + (1 - sweep.mean) * rise_EORN).sum(2)
-        fits_EON, left_EOD = self._room(actions)
-        key_EON = np.where(fits_EON, key_EON, np.inf)
-        position_EOU, legal_EO = _positions(key_EON, actions)
-        exists_O1U = (np.arange(position_EOU.shape[-1]) < actions.units_O[:, None])[:, None]
-        if position_EOU.shape[-1] == 1:
-            mean_EOR, peak_EOR = (_at(values, position_EOU)[..., 0] for values in (added_EORN, rise_EORN))
-        else:
-            mean_EOR = (_at(added_EORN, position_EOU) * exists_O1U).sum(-1)
-            peak_p = sum_EOR1[..., 0] + (_at(more_EORN, position_EOU) * exists_O1U).sum(-1)
-            peak_EOR = highest_EOR1[..., 0] * _roots(peak_p.clip(0), sweep.doublings) - mean_EOR1[..., 0]
-        self._position_EOU = position_EOU
-        unused_EOJ = before_EORD[:, :, 1:].max(-1) <= NOTHING
-        rise_EOY = np.stack(
-            [
-                *(part_EO for of in (mean_EOR, peak_EOR) for part_EO in (of[..., 0], of[..., 1:].sum(-1))),
-                (unused_EOJ * self.task.start_up_C[actions.collective_OJ]).sum(-1),
-            ],
-            -1,
+        actions, ranks = self.task.actions(step), self.task.problem.num_ranks
+        laid = self._laid.get(actions.table)
+        if laid is not None:
+            self._take_up(laid)
+        listed = self._shortlist(actions, sweep)
+        span_O1, exists_OU = actions.span_O[:, None], actions.exists_OU
+        rank_EOK = (listed.position_EOK * span_O1).clip(max=ranks - 1)
+        rated_EOK = self._rated(actions, laid, rank_EOK)
+        before_ED, highest_EO1 = self.height_ERD[:, 0], listed.highest_EOR[..., :1]
+        episode_E1 = np.arange(len(before_ED))[:, None]
+
+        def added_powers(before: np.ndarray, added: np.ndarray, highest: np.ndarray) -> np.ndarray:
+            return _powers((before + added) / highest, sweep.doublings) - _powers(before / highest, sweep.doublings)
+
+        more_EOK = span_O1 * added_powers(before_ED[episode_E1[..., None], rank_EOK], rated_EOK, highest_EO1)
+        listed.mean_EOKR[..., 0], listed.more_EOKR[..., 0] = span_O1 * rated_EOK / ranks, more_EOK
+        listed.sum_EOR[..., 0] = _powers(before_ED[:, None] / highest_EO1, sweep.doublings).sum(-1)
+        rise_EOKR = sweep.mean * listed.mean_EOKR + (1 - sweep.mean) * listed.risen(listed.more_EOKR)
+        key_EOK = np.where(listed.legal_EOK, rise_EOKR.sum(-1), np.inf)
+        best_EOU = key_EOK.argsort(-1, kind="stable")[..., : exists_OU.shape[1]] * exists_OU
+        best = episode_E1[..., None], np.arange(len(exists_OU))[:, None], best_EOU
+        position_EOU, legal_EO = listed.position_EOK[best], listed.legal_EOK[best].all(-1)
+        mean_EOR, more_EOR = (
+            (values_EOKR[best] * exists_OU[..., None]).sum(2) for values_EOKR in (listed.mean_EOKR, listed.more_EOKR)
         )
-        free_EO = np.take_along_axis(left_EOD, position_EOU[..., :1] * actions.span_O[:, None], -1)[..., 0]
-        legal_EO = self._legal(actions, legal_EO, self.types_EN if first_sweep else None)
-        return Choices(actions, rise_EOY / actions.level, free_EO, legal_EO)
+        # All ranks of a unit count from here on, each with what is on it.
+        rank_EQ, added_EQ = actions.ranks_at(position_EOU), rated_EOK[best][:, actions.option_Q, actions.unit_Q]
+        more_EQ = added_powers(before_ED[episode_E1, rank_EQ], added_EQ, highest_EO1[:, actions.option_Q, 0])
+        more_EOR[..., 0] = np.add.reduceat(more_EQ, actions.first_O, -1)
+        unused_EOJ = self.height_ERD.max(-1)[:, actions.raised_OR[:, 1:]] <= NOTHING
+        return Choices(
+            actions,
+            mean_EOR=mean_EOR,
+            peak_EOR=listed.risen(more_EOR[:, :, None])[:, :, 0],
+            start_up_EO=(unused_EOJ * actions.start_up_OJ).sum(-1),
+            position_EOU=position_EOU,
+            rank_EQ=rank_EQ,
+            legal_EO=self._legal(actions, legal_EO, self.types_EN if laid is None else None),
+        )
 
-    def _room(self, actions: TableActions) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether a unit of each option finds room at each position, and the share of each rank's memory that
-        its part would leave where it is scarcest, both [E, O, N]."""
-        shape = (len(self.alive_E), *actions.part_OD.shape)
+    def _shortlist(self, actions: TableActions, sweep: Sweep) -> Shortlist:
+        """Return the positions where the sum of power means rises least by estimates of compute, as far as it is linear
+        in sums of powers."""
+        ranks, raised_OR, doublings = self.task.problem.num_ranks, actions.raised_OR, sweep.doublings
+        added_EORD = np.empty((len(self.alive_E), *raised_OR.shape, ranks))
+        added_EORD[:] = actions.added_OR[..., None]
+        added_EORD[:, :, 0] *= self.fusion_EGD[:, actions.group_O]
+        # Powers are of shares of what the highest rank may rise to, about 1 at most.
+        top_ER1 = self.height_ERD.max(-1, keepdims=True).clip(NOTHING)
+        top_EOR1 = top_ER1[:, raised_OR]
+        highest_EOR1 = top_EOR1 + added_EORD.max(-1, keepdims=True)
+        scale_EOR1 = _powers(top_EOR1 / highest_EOR1, doublings)
+        before_p = _powers(self.height_ERD / top_ER1, doublings)
+        more_EORD = _powers((self.height_ERD[:, raised_OR] + added_EORD) / highest_EOR1, doublings)
+        more_EORD -= before_p[:, raised_OR] * scale_EOR1
+        sum_EOR1 = before_p.sum(-1, keepdims=True)[:, raised_OR] * scale_EOR1
+        mean_EORN, more_EORN = _over_spans(added_EORD, actions) / ranks, _over_spans(more_EORD, actions)
+        least_EOR1 = (sum_EOR1 + more_EORN.min(-1, keepdims=True)).clip(TINY)
+        slope_EOR1 = highest_EOR1 * _roots(least_EOR1 / ranks, doublings) / least_EOR1 / 2**doublings
+        key_EON = (sweep.mean * mean_EORN + (1 - sweep.mean) * slope_EOR1 * more_EORN).sum(2)
+        fits_EON = self._fits(actions)
+        key_EON = np.where(fits_EON, key_EON, np.inf)
+        position_EOK = key_EON.argsort(-1, kind="stable")[..., : max(RATED, actions.exists_OU.shape[1])]
+        at = np.arange(len(key_EON))[:, None, None], np.arange(len(raised_OR))[:, None]
+        return Shortlist(
+            position_EOK,
+            legal_EOK=fits_EON[(*at, position_EOK)],
+            mean_EOKR=mean_EORN[(*at, slice(None), position_EOK)],
+            more_EOKR=more_EORN[(*at, slice(None), position_EOK)],
+            sum_EOR=sum_EOR1[..., 0],
+            highest_EOR=highest_EOR1[..., 0],
+            doublings=doublings,
+            ranks=ranks,
+        )
+
+    def _rated(self, actions: TableActions, laid: Laid | None, rank_EOK: np.ndarray) -> np.ndarray:
+        """Rate what the first part of each option would add to the compute of these ranks, [E, O, K], and the fused
+        groups that the table was taken from."""
+        cell = np.arange(len(rank_EOK))[:, None, None], actions.group_O[:, None], rank_EOK
+        sums_EOKZ = self.sums_EGDZ[cell] + self._own_PZ[actions.part_Q[actions.first_O]][:, None]
+        sums_XZ = sums_EOKZ.reshape(-1, sums_EOKZ.shape[-1])
+        if laid is None:
+            height_X = self._compute(sums_XZ)
+        else:
+            height_X = self._compute(np.concatenate([sums_XZ, self.sums_EGDZ[laid.cell]]))
+            self._set_compute(laid.cell, height_X[len(sums_XZ) :])
+        return np.asarray(height_X[: len(sums_XZ)].reshape(rank_EOK.shape) - self.group_EGD[cell])
+
+    def _fits(self, actions: TableActions) -> np.ndarray:
+        """Return whether a unit of each option finds room at each position, bool [E, O, N]."""
+        need_O1M = actions.need_OM[:, None]
+        if (self.free_EDM >= actions.need_OM.max(0)).all():
+            return np.repeat(actions.exists_ON[None], len(self.alive_E), 0)
+        fits_EON = ((self.free_EDM[:, None] >= need_O1M) | (need_O1M == 0)).all(-1)
+        for span, some in actions.wide:
+            wide = fits_EON[:, some]
+            wide[..., : wide.shape[-1] // span] = wide.reshape(*wide.shape[:-1], -1, span).all(-1)
+        return fits_EON & actions.exists_ON
+
+    def free_share(self, choices: Choices) -> np.ndarray:
+        """Return the share of a rank's memory that each action leaves free where it is scarcest, [E, O]."""
+        actions = choices.actions
         if not len(self.task.scarce_M):
-            fits_EON = np.ones(shape, dtype=bool)
-            for span, some in actions.wide:
-                fits_EON[:, some, shape[-1] // span :] = False
-            return fits_EON, np.ones(shape)
-        need_ODM = self._need_PM[actions.part_OD]
-        left_EODM = self.free_EDM[:, None] - need_ODM
-        no_room_EOD = ((left_EODM < 0) & (need_ODM > 0)).any(-1)
-        return _over_spans(no_room_EOD.astype(np.float64), actions, 1.0) == 0, (left_EODM / self._limits_DM).min(-1)
-
-    def _compute(self, latent_XH: np.ndarray) -> np.ndarray:
-        """Heights of fused groups by their latents."""
-        return both_passes(self._rate(torch.from_numpy(latent_XH))).numpy() / self.task.level_ms
+            return np.ones(choices.legal_EO.shape)
+        rank_EO = choices.position_EOU[..., 0] * actions.span_O
+        free_EOM = self.free_EDM[np.arange(len(rank_EO))[:, None], rank_EO]
+        return ((free_EOM - actions.need_OM) / self._limits_DM[rank_EO]).min(-1)
 
     def _legal(self, actions: TableActions, legal_EO: np.ndarray, types_EN: np.ndarray | None) -> np.ndarray:
         """Actions of the types that an episode may use, where there are any. Dead episodes keep one legal action, so
@@ -354,55 +504,54 @@ class EstimatedMDP:
         if types_EN is not None:
             narrow_EO = legal_EO & types_EN[:, actions.type_O]
             legal_EO = np.where(narrow_EO.any(-1, keepdims=True), narrow_EO, legal_EO)
-        dead_E = ~legal_EO.any(-1)
-        if dead_E.any():
-            self.alive_E = self.alive_E & ~dead_E
-            legal_EO[dead_E, 0] = True
+        alive_E = legal_EO.any(-1)
+        if not alive_E.all():
+            self.alive_E = self.alive_E & alive_E
+            legal_EO[~alive_E, 0] = True
         return legal_EO
 
-    def step(self, action_E: np.ndarray) -> None:
-        """Lay the table at hand down in every episode; call :meth:`observe` first."""
-        actions = self._actions
-        positions = [
-            self._position_EOU[episode, action, : actions.units_O[action]] for episode, action in enumerate(action_E)
-        ]
-        self._laid[actions.table] = action_E, positions
-        row_X, group_X, rank_X, part_X = self._change(actions, 1)
-        if actions.alike_O[action_E].all():
-            height_X = self._after_EOD[row_X, action_E[row_X], rank_X]
+    def step(self, choices: Choices, action_E: np.ndarray) -> None:
+        """Lay the table down that was observed last."""
+        actions, before = choices.actions, self._laid.get(choices.actions.table)
+        position_EU = choices.position_EOU[np.arange(len(action_E)), action_E]
+        row_X, at_X = (actions.option_Q == action_E[:, None]).nonzero()
+        cell = row_X, actions.group_O[action_E][row_X], choices.rank_EQ[row_X, at_X]
+        after = Laid(action_E, position_EU, cell, actions.part_Q[at_X])
+        self._laid[actions.table] = after
+        self._add(after, 1)
+        if before is not None and (action_E == before.action_E).all() and (position_EU == before.position_EU).all():
+            self._set_compute(after.cell, self._before_X)
         else:
-            height_X = self._compute(self.latent_EGDH[row_X, group_X, rank_X])
-        self._set_compute(row_X, group_X, rank_X, height_X)
+            self._set_compute(after.cell, self._compute(self.sums_EGDZ[after.cell]))
 
-    def _take_up(self, actions: TableActions) -> None:
-        """Take the table at hand off its ranks in every episode."""
-        row_X, group_X, rank_X, part_X = self._change(actions, -1)
-        np.maximum(self.height_ERD, 0.0, out=self.height_ERD)
-        latent_XH = self.latent_EGDH[row_X, group_X, rank_X]
-        latent_XH[latent_XH[:, 0] < 0.5] = 0.0  # an empty group is nothing, not the rounding of what was there
-        self.latent_EGDH[row_X, group_X, rank_X] = latent_XH
-        self._set_compute(row_X, group_X, rank_X, self._compute(latent_XH))
+    def _take_up(self, laid: Laid) -> None:
+        """Take a table off its ranks in every episode. What that leaves of its fused groups is an estimate."""
+        self._before_X = self.group_EGD[laid.cell]
+        self._add(laid, -1)
+        self._set_compute(laid.cell, self.fusion_EGD[laid.cell] * self.sums_EGDZ[laid.cell][:, -2])
 
-    def _set_compute(self, row_X: np.ndarray, group_X: np.ndarray, rank_X: np.ndarray, height_X: np.ndarray) -> None:
-        self.height_ERD[row_X, 0, rank_X] += height_X - self.group_EGD[row_X, group_X, rank_X]
-        self.group_EGD[row_X, group_X, rank_X] = height_X
+    def _add(self, laid: Laid, sign: int) -> None:
+        """Add a table to all sums but compute, or subtract it."""
+        row_X, _, rank_X = cell = laid.cell
+        sums_XZ = self.sums_EGDZ[cell] + sign * self._own_PZ[laid.part_X]
+        sent_XC = self.height_ERD[row_X, 1:, rank_X] + sign * self.task.sent_PC[laid.part_X]
+        if sign < 0:  # what is empty is nothing, not the rounding of what was there
+            sums_XZ[sums_XZ[:, -1] == 0] = 0.0
+            sent_XC = np.maximum(sent_XC, 0.0)
+        self.sums_EGDZ[cell], self.height_ERD[row_X, 1:, rank_X] = sums_XZ, sent_XC
+        if len(self.task.scarce_M):
+            self.free_EDM[row_X, rank_X] -= sign * self.task.need_PM[laid.part_X]
 
-    def _change(self, actions: TableActions, sign: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Add the parts of the table at hand to all sums but compute, or subtract them; return their episodes, groups,
-        ranks and parts."""
-        action_E, positions = self._laid[actions.table]
-        ranks = [
-            (position_U[:, None] * actions.span_O[action] + np.arange(actions.span_O[action])).ravel()
-            for action, position_U in zip(action_E, positions, strict=True)
-        ]
-        parts = [actions.parts[action].ravel() for action in action_E]
-        row_X = np.repeat(np.arange(len(ranks)), [len(part_X) for part_X in parts])
-        rank_X, part_X, group_X = np.concatenate(ranks), np.concatenate(parts), actions.group_O[action_E][row_X]
-        latent_XH, sent_XC = sign * self._latent_PH[part_X], sign * self.task.sent_PC[part_X]
-        self.latent_EGDH[row_X, group_X, rank_X] += latent_XH
-        self.height_ERD[row_X, 1:, rank_X] += sent_XC
-        self.free_EDM[row_X, rank_X] -= sign * self._need_PM[part_X]
-        return row_X, group_X, rank_X, part_X
+    def _set_compute(self, cell: tuple[np.ndarray, np.ndarray, np.ndarray], height_X: np.ndarray) -> None:
+        row_X, _, rank_X = cell
+        alone_X, self.group_EGD[cell] = self.sums_EGDZ[cell][:, -2], height_X
+        self.fusion_EGD[cell] = np.where(alone_X > 0, height_X / alone_X.clip(TINY), 1.0)
+        self.height_ERD[row_X, 0, rank_X] = self.group_EGD[row_X, :, rank_X].sum(-1)
+
+    def _compute(self, sums_XZ: np.ndarray) -> np.ndarray:
+        """Heights of fused groups by their sums."""
+        ms_X2 = self._rate(torch.from_numpy(sums_XZ[:, :-2])).numpy()
+        return np.asarray(ms_X2[:, 0] + ms_X2[:, 1]) / self.task.level_ms
 
     def relative_cost(self) -> np.ndarray:
         """Return the cost over the level height of what is laid down, [E]; infinite where infeasible."""
@@ -412,13 +561,11 @@ class EstimatedMDP:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with some of the episodes alone."""
-        for name in ("latent_EGDH", "group_EGD", "height_ERD", "free_EDM", "alive_E", "episode_E"):
-            setattr(self, name, getattr(self, name)[list(rows)])
+        for name, values in vars(self).items():
+            if name.endswith(("_E", "_EGD", "_EGDZ", "_ERD", "_EDM")):
+                setattr(self, name, values[list(rows)])
         self.types_EN = None if self.types_EN is None else self.types_EN[list(rows)]
-        self._laid = {
-            table: (action_E[list(rows)], [positions[row] for row in rows])
-            for table, (action_E, positions) in self._laid.items()
-        }
+        self._laid = {table: laid.only(rows) for table, laid in self._laid.items()}
 
     def shardings(self) -> list[Sharding | None]:
         """Return the plans of the finished episodes; None where infeasible."""
@@ -430,9 +577,10 @@ class EstimatedMDP:
         placed: list[tuple[int, ...]] = [()] * self.task.num_tables
         for step in range(self.task.num_tables):
             actions = self.task.actions(step)
-            action_E, positions = self._laid[actions.table]
-            chosen[actions.table] = int(actions.option_O[action_E[episode]])
-            placed[actions.table] = tuple(positions[episode].tolist())
+            laid = self._laid[actions.table]
+            action = laid.action_E[episode]
+            chosen[actions.table] = int(actions.option_O[action])
+            placed[actions.table] = tuple(laid.position_EU[episode, : actions.units_O[action]].tolist())
         return Sharding(tuple(chosen), tuple(placed))
 
 
@@ -448,31 +596,12 @@ def _roots(values: np.ndarray, doublings: int) -> np.ndarray:
     return values
 
 
-def _over_spans(values_EOXD: np.ndarray, actions: TableActions, elsewhere: float) -> np.ndarray:
-    """Sum, in place, the values of all ranks of a unit, at its position; wide units have fewer positions than there are
-    ranks, and get ``elsewhere`` in the others."""
+def _over_spans(values_EORD: np.ndarray, actions: TableActions) -> np.ndarray:
+    """Sum, in place, the values of all ranks of a unit, at its position. Wide units have fewer positions than there are
+    ranks; the others repeat the first."""
     for span, some in actions.wide:
-        wide = values_EOXD[:, some]
+        wide = values_EORD[:, some]
         sums = wide.reshape(*wide.shape[:-1], -1, span).sum(-1)
-        values_EOXD[:, some, ..., : sums.shape[-1]] = sums
-        values_EOXD[:, some, ..., sums.shape[-1] :] = elsewhere
-    return values_EOXD
-
-
-def _at(values_EORN: np.ndarray, position_EOU: np.ndarray) -> np.ndarray:
-    """Values at positions, [E, O, R, U]."""
-    index = np.arange(values_EORN.shape[0])[:, None, None, None], np.arange(values_EORN.shape[1])[:, None, None]
-    return values_EORN[(*index, np.arange(values_EORN.shape[2])[:, None], position_EOU[:, :, None])]
-
-
-def _positions(key_EON: np.ndarray, actions: TableActions) -> tuple[np.ndarray, np.ndarray]:
-    """Position of every unit, int64 [E, O, U], each on its own, by the lowest keys; and whether all have room, bool
-    [E, O]."""
-    units = int(actions.units_O.max())
-    position_EOU = np.zeros((*key_EON.shape[:2], units), dtype=np.int64)
-    position_EOU[..., 0] = key_EON.argmin(-1)
-    for option in np.flatnonzero(actions.units_O > 1):
-        count = actions.units_O[option]
-        position_EOU[:, option, :count] = np.argsort(key_EON[:, option], -1, kind="stable")[:, :count]
-    lowest_EOU = np.take_along_axis(key_EON, position_EOU, -1)
-    return position_EOU, (np.isfinite(lowest_EOU) | (np.arange(units) >= actions.units_O[:, None])).all(-1)
+        wide[..., : sums.shape[-1]] = sums
+        wide[..., sums.shape[-1] :] = sums[..., :1]
+    return values_EORD

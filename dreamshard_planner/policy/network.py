@@ -30,13 +30,9 @@ from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 
-SWEEPS = (Sweep(doublings=3, mean=0.6), *(Sweep(doublings=doublings) for doublings in range(1, 9)))
+SWEEPS = (Sweep(doublings=3, mean=0.6), *(Sweep(doublings=doublings) for doublings in (2, 4, 6, 8)))
 """Sweeps of a roll-out. The policy acts in the first. In the others each table goes where it raises the heights least.
 The second sweep is the bluntest: tables leave the options that crowded ranks forced on them."""
-TRIED_SWEEPS = 5
-"""Sweeps of all episodes of a planner's roll-outs. Blunt sweeps tell little about where an episode ends."""
-SURVIVORS = 4
-"""Episodes that play the other sweeps: the best."""
 STARTS = 2
 """Episodes whose best sweeps become starts of the search: the cheapest."""
 GREEDINESS = 8.0
@@ -80,7 +76,7 @@ class Seen:
             rise_EAY.clip(-CLIP, CLIP),
             excess_EAY.clip(-CLIP, CLIP),
             np.broadcast_to(described_AY, (len(rise_EAY), *described_AY.shape)),
-            choices.free_EO.clip(-1, 1)[..., None],
+            environment.free_share(choices).clip(-1, 1)[..., None],
             np.broadcast_to(situation_EF[:, None], (*rise_EAY.shape[:2], SITUATION)),
         )
         features_EAF = torch.from_numpy(np.concatenate(features, -1)).float()
@@ -174,7 +170,7 @@ def roll_out(
     generator: torch.Generator | None = None,
     types_EN: np.ndarray | None = None,
     sweeps: Sequence[Sweep] = SWEEPS,
-    survivors: int | None = None,
+    distinct: bool = False,
     seconds: float | None = None,
     on_step: Callable[[Seen, Tensor], None] | None = None,
     on_sweep: Callable[[EstimatedMDP], None] | None = None,
@@ -188,7 +184,7 @@ def roll_out(
         generator: samples the policy's actions; greedy without.
         types_EN: see :class:`~dreamshard_planner.policy.mdp.EstimatedMDP`.
         sweeps: of each episode.
-        survivors: episodes that go on after :data:`TRIED_SWEEPS`; all by default.
+        distinct: ends all but one of the episodes that cost the same after the first sweep.
         seconds: that episodes may take.
         on_step: is told what the policy sees and does.
         on_sweep: is called after each sweep.
@@ -199,19 +195,19 @@ def roll_out(
     environment, began = EstimatedMDP(task, episodes, types_EN), time.monotonic()
     steps = len(sweeps) * task.num_tables
     for nth, sweep in enumerate(sweeps):
-        if nth == TRIED_SWEEPS and survivors is not None:
-            environment.keep(_best_different(environment.relative_cost(), survivors))
+        if nth == 1 and distinct:
+            environment.keep(_first_of_each(environment.relative_cost()))
         for step in range(task.num_tables):
             done = (nth * task.num_tables + step) / steps
             if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, done):
                 raise TimeoutError
             choices = environment.observe(step, sweep)
             if nth > 0:
-                environment.step(choices.least(sweep))
+                environment.step(choices, choices.least(sweep))
                 continue
             seen = Seen.of(environment, step, choices)
             action_E = drawn(policy.logits(seen), generator)
-            environment.step(action_E.numpy())
+            environment.step(choices, action_E.numpy())
             if on_step is not None:
                 on_step(seen, action_E)
         if on_sweep is not None:
@@ -219,11 +215,10 @@ def roll_out(
     return environment
 
 
-def _best_different(cost_E: np.ndarray, count: int) -> list[int]:
-    """Return the cheapest episodes, at most so many, one of each cost: those that cost the same are the same plan."""
-    order = np.argsort(cost_E, kind="stable").tolist()
-    costs = [f"{cost_E[row]:.9g}" for row in order]
-    return [row for place, row in enumerate(order) if costs[place] not in costs[:place]][:count]
+def _first_of_each(cost_E: np.ndarray) -> list[int]:
+    """Return the first episode of each cost: those that cost the same are the same plan."""
+    costs = [f"{cost:.9g}" for cost in cost_E]
+    return [row for row, cost in enumerate(costs) if cost not in costs[:row]]
 
 
 def subset_types() -> np.ndarray:
@@ -262,6 +257,6 @@ def policy_starts(
             if relative_cost < best.get(episode, (math.inf,))[0]:
                 best[episode] = relative_cost, environment.sharding(row)
 
-    roll_out(policy, task, len(types_EN), None, types_EN, sweeps, SURVIVORS, seconds, on_sweep=keep_best)
+    roll_out(policy, task, len(types_EN), None, types_EN, sweeps, True, seconds, on_sweep=keep_best)
     fitting = dict.fromkeys(plan for _, plan in best.values() if cost.problem.fits(plan))
     return sorted(fitting, key=cost.overall_ms)[:STARTS]

@@ -18,7 +18,7 @@ from dreamshard_planner.policy.mdp import TYPES, EstimatedMDP, ShardingTask
 from dreamshard_planner.policy.network import SWEEPS, Policy, Seen, roll_out, subset_types
 
 TRAINING_SWEEPS = SWEEPS[::3]
-"""Sweeps of an episode of the training: a third of a roll-out's, which rank first sweeps nearly as all do."""
+"""Sweeps of an episode of the training: two of a roll-out's, which rank first sweeps nearly as all do."""
 DEAREST = 10.0
 """Relative cost of an infeasible episode in :class:`UpdateStatistics` and :func:`standing`."""
 

@@ -65,6 +65,11 @@ def test_later_sweeps_make_plans_cheaper(seed: int) -> None:
     assert np.log(all_sweeps).mean() < np.log(first).mean() - 0.02
 
 
+def test_one_episode_of_each_cost_goes_on() -> None:
+    environment = roll_out(Policy(PolicyConfig()), task_of(sharding_cost(6)), 8, distinct=True)
+    assert len(environment.shardings()) == 1  # greedy episodes of one policy are one plan
+
+
 @pytest.mark.parametrize("memory", [420, 600])
 def test_plans_keep_within_memory(memory: int) -> None:
     cost = sharding_cost(8, memory=memory)
