@@ -46,11 +46,13 @@ if TYPE_CHECKING:
 
 CostsOutput = Annotated[
     Path | None,
-    OUTPUT(help="Cost checkpoint to write; default: among your own, named by the hardware, where auto finds it."),
+    OUTPUT(help="Cost checkpoint to write; default: a file in your folder, named by the hardware, which auto finds."),
 ]
 FilesArgument = Annotated[
     list[Path],
-    typer.Argument(help="Files of observe(...), all ranks and runs; observation.json stands for those of its ranks."),
+    typer.Argument(
+        help="Files of observe(...), all ranks and runs; observation.json stands for observation.0.json and so on."
+    ),
 ]
 MAX_TABLES = 100
 """Most tables of a collected set."""
@@ -150,7 +152,9 @@ def calibrate(
     costs: StartOption = "auto",
     seconds: Annotated[float, SECONDS(min=1, help="Time for measuring kernels.")] = 60.0,
     tables: Annotated[str | None, TABLES] = None,
-    plan: Annotated[Path | None, typer.Option(help="Or a plan file: its tables, and the batches of its ranks.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan file that gives tables and batches, instead of --tables.")
+    ] = None,
     statistics: StatisticsOption = None,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
@@ -159,7 +163,7 @@ def calibrate(
     force: Annotated[bool, typer.Option("--force", help="Keep the result, even of few sets or a busy core.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
-    """Correct costs for this machine, by optimizer and direction, and show their errors before and after.
+    """Correct costs for this machine, by optimizer, forward and backward. Show their errors before and after.
 
     Costs stay unless held-out sets confirm the correction. On a busy core, or with few sets, nothing is written, and
     the exit status is 1.
@@ -238,9 +242,9 @@ def train(
 ) -> None:
     """Make a cost checkpoint: measure fused kernels, fit the cost network, train the policy.
 
-    The same command continues an interrupted run. Networks start from those that ship: the policy always, the cost
-    network on CPUs. With --quick the cost network starts from nothing, with --roofline the policy. Collectives stay
-    those in use on such a device, unless measured ones are given.
+    The same command continues an interrupted run. Training starts from the shipped policy and, on CPUs, the shipped
+    cost network. --quick starts the cost network from nothing, --roofline the policy. Times of collectives stay those
+    in use, unless --collectives gives measured ones.
     """
     from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
     from dreamshard_planner.measure.hardware import describe_hardware
@@ -268,7 +272,7 @@ def collect(
     out: Annotated[Path, OUTPUT(help="Dataset to write, .npz; its measured blocks are kept beside it.")],
     pools: Annotated[str, typer.Option(help="Table pools, separated by commas.")] = "meta_like_2021,broad",
     held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
-    sets: Annotated[int, typer.Option(min=1, help="Sets to draw, measured in this order.", **ADVANCED)] = 5000,
+    sets: Annotated[int, typer.Option(min=1, help="Number of sets to draw.", **ADVANCED)] = 5000,
     seconds: Annotated[float | None, SECONDS(min=0, help="Time after which to stop, to be continued.")] = None,
     batch_sizes: Annotated[
         str | None,

@@ -44,12 +44,14 @@ def parquet(
     out: StatisticsOutput,
     features: Annotated[
         str | None,
-        typer.Option(help="Columns, separated by commas, feature=column if names differ; default: lists of ids."),
+        typer.Option(
+            help="Columns, separated by commas, feature=column if names differ; default: all that hold lists of ids."
+        ),
     ] = None,
     max_batches: Annotated[int | None, COUNT(help="Most batches to count.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Count parquet files, one batch in memory at a time; needs pyarrow."""
+    """Count lookups in parquet files, batch by batch; needs pyarrow."""
     from dreamshard_planner.workload.statistics import TableStatistics
 
     names: dict[str, str] | None = None
@@ -97,15 +99,16 @@ def merge(
 @takes(SearchOptions)
 def diff(
     options: SearchOptions,
-    before: Annotated[Path, typer.Argument(help="Older statistics, .json; with --plan alone, the newer ones.")],
-    after: Annotated[
-        Path | None, typer.Argument(help="Newer statistics; with --plan, the older ones are those in its file.")
-    ] = None,
+    before: Annotated[
+        Path,
+        typer.Argument(help="Older statistics, .json. Without AFTER: newer statistics, compared with those of --plan."),
+    ],
+    after: Annotated[Path | None, typer.Argument(help="Newer statistics, .json.")] = None,
     plan: Annotated[
         Path | None, typer.Option(help="The plan that runs, .json: tells whether planning again is worth it.")
     ] = None,
     worth: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the plan's cost from which planning again is worth it.")
+        float, typer.Option(min=0, max=1, help="Least gain, as a share of the plan's cost, for which to plan again.")
     ] = WORTH,
     every_feature: Annotated[bool, typer.Option("--all", help="Show all, not only those that drifted.")] = False,
     format: FormatOption = Format.table,

@@ -166,21 +166,24 @@ QuickOption = Annotated[
 ]
 CollectivesOption = Annotated[
     Path | None,
-    typer.Option(help="JSON of python -m dreamshard_planner.measure.collectives, to keep and plan with.", **ADVANCED),
+    typer.Option(
+        help="Measured collectives, .json of python -m dreamshard_planner.measure.collectives; kept in the checkpoint.",
+        **ADVANCED,
+    ),
 ]
 UpdatesOption = Annotated[
     int | None, typer.Option(min=1, help="Policy updates; default: as many as a few minutes allow.", **ADVANCED)
 ]
 StatisticsOption = Annotated[
     Path | None,
-    typer.Option(help="Statistics of the data, .json, of dreamshard stats; default: those of a given plan."),
+    typer.Option(help="Statistics of the data, .json, of dreamshard stats; default: those of the plan file."),
 ]
 CostsOption = Annotated[
     str | None,
     typer.Option(
         metavar="auto|roofline|torchrec|FILE",
         help="Costs to rate plans by. auto: your own for this machine, else the ones that ship. roofline: bandwidths. "
-        "torchrec: TorchRec's estimates. FILE: a cost checkpoint. Default: auto, or those of a given plan.",
+        "torchrec: TorchRec's estimates. FILE: a cost checkpoint. Default: auto, or those of the plan file.",
     ),
 ]
 StartOption = Annotated[
@@ -209,7 +212,8 @@ class SearchOptions:
     effort: Annotated[
         Effort | None,
         typer.Option(
-            help="Number of plans to try; default: a given plan's, else default; of what-if: quick.", **ADVANCED
+            help="Number of plans to try. Without it: that of the plan file, otherwise default; in what-if: quick.",
+            **ADVANCED,
         ),
     ] = None
     seed: Annotated[int, SEED(help="Seed of the search.")] = 0
@@ -235,7 +239,7 @@ class RatingOptions(SearchOptions):
     statistics: StatisticsOption = None
     hot_rows: Annotated[
         int | None,
-        SIZE(help="Most memory of a rank for hot rows of sequence tables, as 1GB; needs statistics.", **ADVANCED),
+        SIZE(help="Memory limit of a rank for hot rows of sequence tables, as 1GB; needs statistics.", **ADVANCED),
     ] = None
     vocabulary: Annotated[
         str | None,
@@ -306,7 +310,7 @@ class JobOptions(RatingOptions):
         ),
     ] = None
     sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).", **ADVANCED)] = None
-    sync_interval: Annotated[int, COUNT(help="Batches between two averagings of its replicas.", **ADVANCED)] = 1
+    sync_interval: Annotated[int, COUNT(help="Batches between two averagings of the groups' replicas.", **ADVANCED)] = 1
     exact_training: Annotated[
         bool, typer.Option(help="Leave out sharding types that change the training.", **ADVANCED)
     ] = True

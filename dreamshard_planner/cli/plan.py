@@ -110,7 +110,7 @@ def what_if(
     ] = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Sweep over GPUs, their model, batch size and bandwidths. Each line is a plan of its own, of a quick search."""
+    """Sweep over GPUs, their model, batch size and bandwidths. Each line is a plan of its own."""
     varied: dict[str, list[Any]] = {}
     for axis, values in map(_axis, vary or ()):
         varied[axis] = list(dict.fromkeys([*varied.get(axis, ()), *values]))
@@ -191,27 +191,33 @@ def replan(
     gpus_per_node: Annotated[int | None, RANKS] = None,
     nodes: Annotated[int | None, NODES] = None,
     lost: Annotated[
-        str, typer.Option(help="Ranks of the plan that are gone, as 0,4-7; default: the last ones.", metavar="RANKS")
+        str,
+        typer.Option(
+            help="Ranks of the plan that are gone, as 0,4-7; default: the last, if fewer ranks remain.", metavar="RANKS"
+        ),
     ] = "",
     out: PlanOutput = None,
     html: HtmlOption = None,
     batch_size: Annotated[int | None, COUNT(help="Samples in the batch of one rank.", **ADVANCED)] = None,
     tables: Annotated[str | None, TABLES] = None,
     max_bytes_moved: Annotated[
-        int | None, SIZE(help="Most weights and optimizer states to move, all ranks together, as 20GB.", **ADVANCED)
+        int | None, SIZE(help="Limit on moved weights and optimizer states, all ranks together, as 20GB.", **ADVANCED)
     ] = None,
     restart_seconds: Annotated[
-        float, SECONDS(min=0, help="Time from the last step before to the first one after, moving nothing.", **ADVANCED)
+        float,
+        SECONDS(
+            min=0, help="Time of a restart that moves nothing, from the last step to the first new one.", **ADVANCED
+        ),
     ] = 60.0,
     bandwidth: Annotated[
         float | None, RATE(help="Bandwidth to one rank while moving; default: its slowest link.", **ADVANCED)
     ] = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Find few moves that pay: the curve of cost against bytes moved, and the best plan for the steps that remain.
+    """Find the few moves that pay. Show cost against bytes moved, and the best plan for the steps that remain.
 
-    Nodes, ranks, batch size and tables are those of the plan unless given. Exit status 3 if moving is worth it, or has
-    to be; 0 if the plan may stay.
+    Nodes, ranks, batch size and tables are those of the plan unless given. Exit status 3 if moving pays or
+    is unavoidable; 0 if the plan may stay.
     """
     from dreamshard_planner.offline.from_plan import as_its_file_tells
     from dreamshard_planner.offline.jobs import read_model

@@ -126,7 +126,7 @@ class TorchRecPlan:
 
     def notes(self) -> tuple[Note, ...]:
         """Return the report's note on an unfinished search."""
-        text = f"TorchRec's plan is the best of its first {self.proposals} proposals"
+        text = f"TorchRec's search was stopped after {self.proposals} proposals; this is its best plan"
         return () if self.finished else (Note("search", text),)
 
 

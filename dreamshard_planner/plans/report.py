@@ -30,7 +30,7 @@ ONE_TABLE = 0.5
 """Share of the slowest rank's compute from which one table is the bottleneck."""
 ESTIMATE_PARTS = ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "prefetch_compute")
 """Parts of TorchRec's estimate of a rank: compute and collectives together."""
-TORCHREC_PLANS = {"torchrec": "TorchRec's plan", "torchrec_default": "TorchRec's as most run it"}
+TORCHREC_PLANS = {"torchrec": "TorchRec's plan", "torchrec_default": "TorchRec's default plan"}
 """TorchRec's plans in words, by name of the rival."""
 _FOR_COLLECTIVES = (
     "Faster links, smaller outputs (dims, 16-bit collectives) or a smaller batch would help; moving tables would not"
@@ -371,7 +371,7 @@ class Report(Predicted):
             parts = ", ".join(f"{name} {ms:.3f}" for name, ms in self.estimate_ms.items())
             yield f"TorchRec's estimate of the slowest rank: {parts} ms; it has no other exchanges."
         if any(rival.name == "torchrec_default" for rival in self.rivals):
-            yield "torchrec: TorchRec's planner, told the same lookups; torchrec_default: as most run it, not told."
+            yield "torchrec: TorchRec's planner, told the same lookups; torchrec_default: not told, as most run it."
 
 
 def _against(chosen: ReportEntry, rival: ReportEntry) -> str:

@@ -282,10 +282,10 @@ SUMS_FOR_MEANS: Reason[TableFacts] = Reason(
     "TorchRec returns sums where mean pooling is asked for",
 )
 WEIGHTED_MEANS: Reason[TableFacts] = Reason(
-    "mean pooling of weighted lookups, also where only batches have weights, as is_weighted of a constraint or "
-    "statistics say",
+    "mean pooling of weighted lookups (by their module, or by is_weighted of a constraint or statistics)",
     lambda s: s.is_mean and s.is_weighted,
-    "TorchRec divides weighted means by the sum of the weights, and those of whole tables by the number of lookups",
+    "TorchRec divides weighted means by the sum of the weights in row blocks, but by the number of lookups in whole "
+    "tables",
 )
 MEANS_ADDED_UP: Reason[TableFacts] = Reason(
     "mean pooling of quantized tables",
@@ -295,11 +295,11 @@ MEANS_ADDED_UP: Reason[TableFacts] = Reason(
 SCALES_IN_ROWS: Reason[TableFacts] = Reason(
     "quantized tables whose scales lie in their rows",
     lambda s: s.quantized is not None and not s.quantized.shards_apart,
-    "TorchRec shards quantized tables by rows or columns where scales lie apart from weights, as "
-    "fused_params of the sharders say (DEFAULT_SHARDERS of torchrec.inference.modules do)",
+    "TorchRec splits quantized tables only if scales lie apart from weights, as the sharder's fused_params must say "
+    "(use DEFAULT_SHARDERS of torchrec.inference.modules)",
 )
 SCALES_IN_COLUMNS: Reason[TableFacts] = Reason(
-    "quantized tables of which a column is no embedding dimension",
+    "quantized tables that do not keep scales apart",
     lambda s: s.quantized is not None and not s.quantized.columns_are_dims,
     "its columns are bytes, among them scales, and TorchRec would cut through them (quantize it after "
     "torchrec.quant's quant_prep_enable_quant_state_dict_split_scale_bias_for_types)",
@@ -342,19 +342,19 @@ SLICES_OF_BAGS: Reason[CutFacts] = Reason(
 SLICES_OF_A_STORE: Reason[CutFacts] = Reason(
     "several slices by compute kernel `key_value`",
     lambda cut: cut.kernel == KEY_VALUE and cut.has_slices,
-    "TorchRec wants them on one rank each, which the planner cannot promise (raise min_partition to the table's dim)",
+    "TorchRec wants each slice on a rank of its own, which the planner cannot promise (raise min_partition to the "
+    "table's dim)",
 )
 BLOCKS_WITHOUT_ROWS: Reason[CutFacts] = Reason(
-    "fewer rows than leave every rank some, on CPUs",
+    "too few rows for all ranks, on CPUs",
     lambda cut: cut.compute_device == "cpu" and cut.lacks_rows,
     "some rank would have no rows of it, and FBGEMM's CPU kernels crash on that",
 )
 TOO_WIDE: Reason[CutFacts] = Reason(
     f"shards of more than {MOST_CUDA_COLUMNS:,} columns, on GPUs",
     lambda cut: cut.is_too_wide,
-    f"FBGEMM's CUDA kernels train {MOST_CUDA_COLUMNS:,} columns at most (allow column_wise with a min_partition of no "
-    "more; with an optimizer that is not element-wise, name it in the table's constraint or plan with "
-    "exact_training=False)",
+    f"FBGEMM's CUDA kernels train {MOST_CUDA_COLUMNS:,} columns at most (allow column_wise with a min_partition of at "
+    "most that; for a row-wise optimizer, name column_wise in the table's constraint or set exact_training=False)",
 )
 MISSED_ROWS: Reason[CutFacts] = Reason(
     "blocks of rows that are not equal",
@@ -443,8 +443,8 @@ SHARDING_TYPES = {
 LATE_MEANS = frozenset(kind for kind, spec in SHARDING_TYPES.items() if spec.divides_means_late)
 """Types that a mean-pooled table may have only if all tables of its module have one of them."""
 MIXED_MEAN = (
-    "TorchRec divides the output of every table of the module that is not row_wise or table_row_wise once more, where "
-    "one that is has mean pooling"
+    "if a mean-pooled table is row_wise or table_row_wise, TorchRec also divides the outputs of the module's tables of "
+    "other types"
 )
 """Defect of a module's tables together."""
 
