@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -37,54 +37,46 @@ _FOR_COLLECTIVES = (
 )
 
 
-CODES = {
-    "hardware": "devices read from the driver",
-    "assumption": "a guess that moves the figures",
-    "cost": "tables beyond the measured ones",
-    "skew": "a block of rows is read more than the others",
-    "measurement": "measured in training",
-    "search": "a search that was cut short, and TorchRec's plan",
-    "source": "origin of the costs",
-    "optimizer": "assumed, or costed as another one",
-    "table": "unlikely shapes, or an unknown access pattern",
-    "placement_rule": "effect of placement rules",
-    "beyond_exact_training": "options excluded by exact training",
-    "hot_rows": "rows of sequence tables that every rank holds",
-    "index_dedup": "gain of TorchRec's index dedup",
-    "forced_out": "exact training keeps tables out of device memory",
-    "training": "tables that train differently than whole ones",
-    "unused": "names missing in the model, or modules missing in the plan",
-    "callbacks": "callbacks that changed the plan",
-    "loaded": "the file of a loaded plan",
-    "stale": "changes since that file was made",
-}
-"""Subjects of notes, by code."""
+Code = Literal[
+    "hardware",  # devices read from the driver
+    "assumption",  # a guess that moves the figures
+    "cost",  # tables beyond the measured ones
+    "skew",  # a block of rows is read more than the others
+    "measurement",  # measured in training
+    "search",  # a search that was cut short, and TorchRec's plan
+    "source",  # origin of the costs
+    "optimizer",  # assumed, or costed as another one
+    "table",  # unlikely shapes, or an unknown access pattern
+    "placement_rule",  # effect of placement rules
+    "beyond_exact_training",  # options excluded by exact training
+    "hot_rows",  # rows of sequence tables that every rank holds
+    "index_dedup",  # gain of TorchRec's index dedup
+    "forced_out",  # exact training keeps tables out of device memory
+    "training",  # tables that train differently than whole ones
+    "unused",  # names missing in the model, or modules missing in the plan
+    "callbacks",  # callbacks that changed the plan
+    "loaded",  # the file of a loaded plan
+    "stale",  # changes since that file was made
+]
+"""Subject of a note."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """One thing to know.
-
-    Raises:
-        ValueError: the code is none of :data:`CODES`.
-    """
+    """One thing to know."""
 
     __pydantic_config__: ClassVar = STRICT
-    code: str
+    code: Code
     text: str
     """A sentence without its full stop."""
     figures: Mapping[str, Finite] = field(default_factory=dict)
     """Numbers of the text, by names with units."""
 
-    def __post_init__(self) -> None:
-        if self.code not in CODES:
-            raise ValueError(f"a note's code is one of {', '.join(CODES)}, got {self.code!r}")
-
     def __str__(self) -> str:
         return self.text
 
 
-def noted(code: str, texts: Iterable[str]) -> tuple[Note, ...]:
+def noted(code: Code, texts: Iterable[str]) -> tuple[Note, ...]:
     """Notes of one code."""
     return tuple(Note(code, text) for text in texts)
 
