@@ -72,7 +72,7 @@ def _notes(planner: DreamShardPlanner, node: Node) -> list[str]:
     """Return what a report says of learned costs and of replaced plans, on rank 0."""
     if node.rank:
         return []
-    return [note.text for note in planner.report().notes if note.code in ("learned", "search")]
+    return [note.text for note in planner.report().notes if note.code in ("source", "search")]
 
 
 def ratio(row: dict[str, Any], name: str) -> float:
