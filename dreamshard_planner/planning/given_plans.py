@@ -28,6 +28,7 @@ from dreamshard_planner.search_space.options import (
     refused,
     set_ranks,
     type_of,
+    unestimated,
     with_hot_rows,
 )
 from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, SHARDING_TYPES, is_known
@@ -88,7 +89,7 @@ def as_option(
         raise PlannerError(str(error), PlannerErrorType.INVALID_RANK_ASSIGNMENT) from error
     known = _known(choices, sharding)
     if isinstance(given, ShardingOption):
-        return _unestimated(given) if _is_stale(given, known) else given
+        return unestimated(given) if _is_stale(given, known) else given
     option = copy.deepcopy(known or choices[0])
     if known is None:
         option.sharding_type, option.compute_kernel = sharding.sharding_type, sharding.kernel
@@ -103,7 +104,7 @@ def as_option(
     if sharding.hot_rows:
         option = with_hot_rows(option, HotRows(torch.tensor(sharding.hot_rows), rows))
     set_ranks(option, [place.rank for place in sharding.shards])
-    return _unestimated(option) if _is_stale(option, known) else option
+    return unestimated(option) if _is_stale(option, known) else option
 
 
 def enumerated_as(choices: Sequence[ShardingOption], sharding: TableSharding) -> ShardingOption | None:
@@ -170,14 +171,6 @@ def _is_stale(option: ShardingOption, known: ShardingOption | None) -> bool:
 
 def _storage(option: ShardingOption) -> list[Storage | None]:
     return [shard.storage for shard, count in counted(option) for _ in range(count)]
-
-
-def _unestimated(option: ShardingOption) -> ShardingOption:
-    """Return a copy without estimates."""
-    option = copy.deepcopy(option)
-    for shard in option.shards:
-        shard.perf = shard.storage = None
-    return option
 
 
 def shardings(options: Iterable[ShardingOption]) -> dict[str, dict[str, TableSharding]]:

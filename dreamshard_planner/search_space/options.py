@@ -46,11 +46,10 @@ class AlikeShards:
         one = self.first
         return [Shard([*one.size], self.offset(index), one.storage, one.perf) for index in range(self.count)]
 
-    def copied(self, estimated: bool = True) -> AlikeShards:
+    def copied(self) -> AlikeShards:
         """Return a copy, to be estimated anew."""
         one = self.first
-        estimates = (one.storage, one.perf) if estimated else ()
-        return AlikeShards(Shard([*one.size], [*one.offset], *estimates), self.step, self.count)
+        return AlikeShards(Shard([*one.size], [*one.offset], one.storage, one.perf), self.step, self.count)
 
 
 def alike(shards: Iterable[Shard]) -> list[AlikeShards]:
@@ -109,10 +108,6 @@ class EnumeratedOption(ShardingOption):
     def shards(self, shards: list[Shard]) -> None:
         self._runs, self._ranks, self._shards = None, None, shards
 
-    def forget_estimates(self) -> None:
-        """Drop all estimates; sizes and offsets stay."""
-        self._runs, self._ranks = [run.copied(estimated=False) for run in runs_of(self)], None
-
     @property
     def num_shards(self) -> int:
         return len(self._shards) if self._runs is None else sum(run.count for run in self._runs)
@@ -166,6 +161,14 @@ def runs_of(option: ShardingOption) -> list[AlikeShards]:
 def counted(option: ShardingOption) -> list[tuple[Shard, int]]:
     """Return the shards that hold estimates, and how many equal shards each stands for."""
     return [(run.first, run.count) for run in runs_of(option)]
+
+
+def unestimated(option: ShardingOption) -> ShardingOption:
+    """Return a copy without estimates."""
+    option = copy.deepcopy(option)
+    for shard, _ in counted(option):
+        shard.perf = shard.storage = None
+    return option
 
 
 def places_of(option: ShardingOption) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -252,10 +255,8 @@ def hot_rows_of(option: ShardingOption) -> HotRows | None:
 
 def with_hot_rows(option: ShardingOption, hot: HotRows | None) -> ShardingOption:
     """Return a copy with these hot rows and without estimates, which depend on them."""
-    option = copy.deepcopy(option)
+    option = unestimated(option)
     option.hot_rows = hot
-    for shard in option.shards:
-        shard.perf = shard.storage = None
     return option
 
 

@@ -32,6 +32,7 @@ from dreamshard_planner.search_space.options import (
     refused,
     runs_of,
     type_of,
+    unestimated,
 )
 from dreamshard_planner.search_space.sharding_types import (
     CACHING,
@@ -116,17 +117,14 @@ LoadFactor = Callable[[ShardingOption], float | None]
 """Returns the load factor that a constraint or the module's ``fused_params`` ask for, or None."""
 
 
-def other_sizes(options: Iterable[ShardingOption], given: LoadFactor) -> list[OwnOption]:
+def other_sizes(options: Iterable[ShardingOption], given: LoadFactor) -> list[ShardingOption]:
     """Return copies of cached options at other cache sizes, without estimates; none for given sizes."""
-    sized = [
-        _with_share(option, share)
+    return [
+        unestimated(_with_share(option, share))
         for option in options
         if option.compute_kernel == CACHING and given(option) is None
         for share in CACHE_SHARES
     ]
-    for option in sized:
-        option.forget_estimates()
-    return sized
 
 
 def all_sized(plan: list[ShardingOption], given: LoadFactor) -> list[ShardingOption]:
