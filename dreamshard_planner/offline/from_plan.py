@@ -18,9 +18,9 @@ from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from dreamshard_planner.planning.plan_inputs import PlannerSettings, topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
+from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.replan import Replan
-from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.files import brief
 from dreamshard_planner.workload.statistics import TableStatistics

@@ -37,9 +37,9 @@ from dreamshard_planner.planning.given_plans import (
 from dreamshard_planner.planning.plan_inputs import PlannerSettings, plan_inputs
 from dreamshard_planner.planning.plan_notes import assumptions
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableSharding
 from dreamshard_planner.plans.report import Note, Report
-from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.parts import impossible_types
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import (

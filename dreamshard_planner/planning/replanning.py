@@ -20,11 +20,11 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.planning.given_plans import as_option, enumerated_as, sharding_of, tables_of
+from dreamshard_planner.planning.given_plans import as_option, enumerated_as, sharding_of, shardings, tables_of
 from dreamshard_planner.planning.model_problem import ModelProblem
+from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.replan import Move, Moving, Replan, names_that_keep_most, renamed
-from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
@@ -215,13 +215,15 @@ class _Ways:
     def move(self, point: Waypoint, moving: Moving) -> Move:
         """Return what it takes to go there."""
         to_rank_D = np.zeros(self.cost.problem.num_ranks, dtype=np.int64)
-        for table, (option, ranks) in enumerate(self._laid(point.sharding)):
+        chosen = zip(self.cost.problem.tables, point.sharding.options, point.sharding.positions, strict=True)
+        for table, (options, option, positions) in enumerate(chosen):
+            ranks = options[option].ranks(positions)
             to_rank_D += np.bincount(
                 ranks, self._received_SD(table, option)[range(len(ranks)), ranks], len(to_rank_D)
             ).astype(np.int64)
-        chosen = point.sharding
+        sharding = point.sharding
         changed = [change for change in self.kept
-                   if change != (change[0], chosen.options[change[0]], chosen.positions[change[0]])]  # fmt: skip
+                   if change != (change[0], sharding.options[change[0]], sharding.positions[change[0]])]  # fmt: skip
         tables = len(self._held.shards) - len(self.kept) + len(changed)
         stays = not (tables or self.forced)
         return Move(
@@ -234,21 +236,7 @@ class _Ways:
 
     def plan(self, sharding: Sharding) -> SavedPlan:
         """Return the plan with its inputs; costs are still those of the fresh plan, without those of its shards."""
-        made: dict[str, dict[str, TableSharding]] = {}
-        for table, (index, ranks) in enumerate(self._laid(sharding)):
-            option = self.read.options[table][index]
-            laid = zip(ranks, places_of(option), strict=True)
-            places = tuple(ShardPlace(rank, offset, size) for rank, (offset, size) in laid)
-            hot = hot_rows_of(option)
-            ids = () if hot is None else tuple(hot.ids.tolist())
-            cut = TableSharding(option.sharding_type, option.compute_kernel, places, option.cache_load_factor, ids)
-            made.setdefault(option.path, {})[option.name] = cut
-        return replace(self._saved, sharding=made, alone_ms={})
-
-    def _laid(self, sharding: Sharding) -> list[tuple[int, list[int]]]:
-        """Return the option of each table, and the ranks of the option's shards."""
-        chosen = zip(self.cost.problem.tables, sharding.options, sharding.positions, strict=True)
-        return [(option, options[option].ranks(positions)) for options, option, positions in chosen]
+        return replace(self._saved, sharding=shardings(self.read.assign(sharding)), alone_ms={})
 
     def _change(self, option: ShardingOption) -> Change:
         table, index = self._index[_way(option)]

@@ -18,9 +18,9 @@ from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.model_problem import ModelProblem, libraries, planned_constraints
 from dreamshard_planner.planning.plan_notes import training_notes
 from dreamshard_planner.planning.search_plan import BASELINE, torchrec_plan
+from dreamshard_planner.plans.comparison import differences
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
-from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.search.search import SearchResult, search
 from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.enumeration import sharding_only

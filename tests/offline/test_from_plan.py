@@ -39,8 +39,8 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.offline.jobs import OPTIMIZERS, Job, OfflineModel, TableSpec
 from dreamshard_planner.planning.plan_inputs import topology_inputs
+from dreamshard_planner.plans.comparison import machine_differences, stale_differences
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.stale import machine_differences, stale_differences
 from dreamshard_planner.workload.ids import HotIds, IdHistogram
 from tests.cli.test_commands import run
 

@@ -23,7 +23,7 @@ from torchrec.modules.embedding_tower import EmbeddingTower
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.errors import InputWarning
-from dreamshard_planner.plans.stale import stale_differences
+from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW, TWRW
 
