@@ -145,7 +145,7 @@ OUTPUT = partial(typer.Option, callback=_writable)
 """Makers of options whose values are parsed or checked. A file to write is checked before any work."""
 
 TABLES = typer.Option(
-    help="Tables to plan: a .json list, a function that returns the model (module:function), or a shipped collection "
+    help="The tables: a .json list, a function that returns the model (module:function), or a shipped collection "
     "(mlperf_dlrm_dcnv2, merlin_small, meta_like_2021, ...).",
     metavar="SOURCE",
 )
@@ -243,7 +243,7 @@ class RatingOptions(SearchOptions):
     ] = None
     vocabulary: Annotated[
         str | None,
-        typer.Option(help="Name of the mapping from items to ids, such as its date; with hot rows.", **ADVANCED),
+        typer.Option(help="Name of the mapping from items to ids, such as its date; only for hot rows.", **ADVANCED),
     ] = None
 
     def settings(self) -> dict[str, Any]:
