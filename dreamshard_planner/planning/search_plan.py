@@ -126,7 +126,8 @@ class TorchRecPlan:
 
     def notes(self) -> tuple[Note, ...]:
         """Return the report's note on an unfinished search."""
-        text = f"TorchRec's search was stopped after {self.proposals} proposals; this is its best plan"
+        tried = f"{self.proposals:,} proposal{'s' * (self.proposals != 1)}"
+        text = f"TorchRec's search was stopped after {tried}; this is its best plan"
         return () if self.finished else (Note("search", text),)
 
 
