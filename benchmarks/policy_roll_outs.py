@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Predicted costs of the policy's roll-outs as plans, and of searches from them, over the full search.
 
-    python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20 --costs roofline,network
+    python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20 --costs roofline,h100,cpu
 
     level       the best level start
     greedy      one greedy roll-out of the policy that ships
@@ -12,8 +12,9 @@
     search      the same with all of them: what the planner does, which the others are compared with
     without     the search without the policy
 
-Costs are bandwidths of GPUs, or the network of CPUs that ships. Tables are drawn by
-seeds that no training has seen. Seconds are of processor time on one thread.
+Costs are bandwidths (TorchRec's default topology, whose hosts have slow links), or a network that ships: of the H100,
+on hosts of eight, or of CPUs. Tables are drawn by seeds that no training has seen. Seconds are of processor time on
+one thread.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from common.output import mean_interval, provenance, quiet, table_of, wide_conso
 from common.tasks import meta_collection
 from dreamshard_planner.checkpoints.choice import prior_policy, resolve_for
 from dreamshard_planner.cost.problem import Cost, Sharding
+from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.policy.network import SWEEPS, Policy, policy_starts, roll_out, subset_types
@@ -46,19 +48,22 @@ from dreamshard_planner.workload.pools import meta_like
 BATCH_SIZE = 2048
 FIRST_SEED = 7_000
 GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
-COSTS = ("roofline", "network")
+COSTS = ("roofline", "h100", "cpu")
 KINDS = ("level", "greedy", "starts", "first", "whole", "third", "search", "without")
 
 
 def cost_of(tables: int, ranks: int, seed: int, costs: str = "roofline") -> Cost:
     """Return the costs of one model on some ranks, over all types that TorchRec offers."""
-    drawn, device = meta_like(seed, tables), "cpu" if costs == "network" else "cuda"
+    drawn, device = meta_like(seed, tables), "cpu" if costs == "cpu" else "cuda"
     topology = Topology(ranks, device, hbm_cap=GPU_BYTES, ddr_cap=HOST_BYTES, local_world_size=RANKS_PER_HOST)
+    if costs == "h100":
+        hosts = ranks // RANKS_PER_HOST
+        topology = Machine(ranks_per_host=RANKS_PER_HOST, hosts=hosts, gpu="h100", memory_bytes=GPU_BYTES).topology()
     constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in drawn}
     model, sharders = torch.nn.Module(), get_default_sharders()
     model.sparse = meta_collection(drawn)
     reader, checkpoint = OptionReader(constraints), resolve_for(topology, "auto")
-    source = "auto" if costs == "network" else costs
+    source = "roofline" if costs == "roofline" else "auto"
     context = PlanRater(topology, reader, checkpoint, source, constraints=constraints, sharders=sharders)
     reservation = EmbeddingShardingPlanner(topology, BATCH_SIZE, stats=[])._storage_reservation
     left = reservation.reserve(topology, BATCH_SIZE, model, sharders, constraints)
@@ -66,7 +71,7 @@ def cost_of(tables: int, ranks: int, seed: int, costs: str = "roofline") -> Cost
     return context.cost(context.read(context.usable_options(options), left))
 
 
-def row_of(cost: Cost, policy: Policy) -> dict[str, dict[str, float]]:
+def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str, dict[str, float]]:
     """Return cost and seconds of the cheapest plan of each kind."""
 
     def searched(config: SearchConfig, plays: bool) -> list[Sharding | None]:
@@ -91,9 +96,9 @@ def row_of(cost: Cost, policy: Policy) -> dict[str, dict[str, float]]:
         "without": lambda: searched(DEFAULT_SEARCH, False),
     }
     row = {}
-    for kind, make in makes.items():
+    for kind in kinds:
         start = time.process_time()
-        plans = [plan for plan in make() if plan is not None]
+        plans = [plan for plan in makes[kind]() if plan is not None]
         row[kind] = {"seconds": time.process_time() - start, "ms": min(map(cost.overall_ms, plans), default=math.inf)}
     return row
 
@@ -104,20 +109,21 @@ def main() -> None:
     parser.add_argument("--sizes", default="60x16,200x64", help="tables x ranks, separated by commas")
     parser.add_argument("--tasks", type=int, default=20)
     parser.add_argument("--costs", default="roofline", help=f"of {', '.join(COSTS)}, separated by commas")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of the plans above, with search")
     args = parser.parse_args()
     quiet()
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
-    policy = prior_policy()
+    policy, kinds = prior_policy(), args.kinds.split(",")
     print(json.dumps(provenance(torch.device("cpu"))))
     table = table_of("over the full search", "costs", "tables x ranks", "tasks", "plans", "cost", "seconds")
     for costs, size in itertools.product(args.costs.split(","), args.sizes.split(",")):
         tables, ranks = map(int, size.split("x"))
         rows = []
         for task in range(args.tasks):
-            rows.append(row_of(cost_of(tables, ranks, FIRST_SEED + task, costs), policy))
+            rows.append(row_of(cost_of(tables, ranks, FIRST_SEED + task, costs), policy, kinds))
             print(json.dumps({"costs": costs, "size": size, **rows[-1]}), flush=True)
-        for kind in KINDS:
+        for kind in kinds:
             logs = np.log([row[kind]["ms"] / row["search"]["ms"] for row in rows])
             mean, low, high = np.exp([logs.mean(), *mean_interval(logs, np.random.default_rng(0))])
             seconds = np.median([row[kind]["seconds"] for row in rows])
