@@ -37,8 +37,8 @@ from dreamshard_planner.checkpoints.choice import prior_policy, resolve_for
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
-from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.policy.network import SWEEPS, Policy, policy_starts, roll_out, subset_types
+from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search.search import search

@@ -14,8 +14,8 @@ from tempfile import mkdtemp
 import torch
 
 from dreamshard_planner import Checkpoint
-from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.policy.network import policy_starts, roll_out
+from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.training import QUICK, TrainingConfig, drawn_tasks, pool_tables, train
 

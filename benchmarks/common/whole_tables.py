@@ -16,8 +16,8 @@ from torch import Tensor
 from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
 from dreamshard_planner.cost.problem import Cost, Option, Problem, Unit
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.policy.mdp import ShardingTask
 from dreamshard_planner.policy.network import Policy, roll_out
+from dreamshard_planner.policy.task import ShardingTask
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.workload.features import feature_matrix

@@ -30,36 +30,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 
-from dreamshard_planner.cost.problem import Cost, Sharding, counted_up
-from dreamshard_planner.search.starts import OptionTotals
-from dreamshard_planner.search_space.sharding_types import (
-    CW,
-    DP,
-    GRID,
-    RW,
-    SHARDING_TYPES,
-    TW,
-    TWCW,
-    TWRW,
-    in_host_memory,
-)
+from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.policy.task import ShardingTask, TableActions
 
-TYPES = (TW, CW, TWCW, RW, TWRW, GRID, DP)
-"""That actions know, in the order of the network's channels; a type that is added later is no action."""
-WHOLE_TYPES = tuple(kind for kind in TYPES if SHARDING_TYPES[kind].is_whole)
-"""That leave a table whole."""
 CHANNELS = ("mean_compute", "mean_exchanges", "peak_compute", "peak_exchanges", "start_up")
 """Rises by an action: of the mean and the power mean of heights, of compute and of exchanges; and what collectives take
 that nothing was sent in before."""
-AMPLE = 0.25
-"""Share of the device memory that all tables may need at least before options in host memory become actions."""
-DESCRIBED = len(TYPES) + 7
-"""Channels that say what an option is."""
 RATED = 4
 """Positions of each option at which compute is rated: the best by estimates. More for options of more units."""
 TINY = 1e-300
@@ -76,210 +56,6 @@ class Sweep:
     """Doublings of the exponent of the power mean: 3 for the exponent 8."""
     mean: float = 0.0
     """Weight of the mean of heights, beside the power mean, which has the rest."""
-
-
-@dataclass(frozen=True)
-class TableActions:
-    """The options of one table, as actions take them, in ascending order of span.
-
-    Rises are estimated as if all parts of an option were its largest.
-    """
-
-    table: int
-    ranks: int
-    option_O: np.ndarray
-    span_O: np.ndarray
-    units_O: np.ndarray
-    option_Q: np.ndarray
-    """Option, unit and place in the unit of each part of all options, and its number in the problem."""
-    unit_Q: np.ndarray
-    place_Q: np.ndarray
-    part_Q: np.ndarray
-    added_OR: np.ndarray
-    """Heights that a part adds: compute alone on a rank, and what it sends in each collective."""
-    need_OM: np.ndarray
-    """Needs of a part, of the limits that may bind."""
-    group_O: np.ndarray
-    raised_OR: np.ndarray
-    """Rows of :attr:`EstimatedMDP.height_ERD` that an option raises; the last one, which stays 0, where padded."""
-    start_up_OJ: np.ndarray
-    """Heights that the collectives of an option take to start."""
-    type_O: np.ndarray
-    level: float
-    """Height that the cheapest option adds to the level height."""
-    described_OY: np.ndarray
-    """Facts on each option, [O, DESCRIBED]."""
-
-    @cached_property
-    def exists_OU(self) -> np.ndarray:
-        """True for units, false for padding."""
-        return np.arange(self.units_O.max()) < self.units_O[:, None]
-
-    @cached_property
-    def exists_ON(self) -> np.ndarray:
-        """True for positions, false for padding."""
-        return np.arange(self.ranks) < self.ranks // self.span_O[:, None]
-
-    @cached_property
-    def wide(self) -> tuple[tuple[int, slice], ...]:
-        """Spans of more than one rank, and the options that have them."""
-        spans = [span for span in np.unique(self.span_O).tolist() if span > 1]
-        return tuple(
-            (span, slice(*(int(np.searchsorted(self.span_O, span, side)) for side in ("left", "right"))))
-            for span in spans
-        )
-
-    @cached_property
-    def first_O(self) -> np.ndarray:
-        """Place of each option's first part among the parts of all options."""
-        return np.searchsorted(self.option_Q, np.arange(len(self.option_O)))
-
-    def ranks_at(self, position_EOU: np.ndarray) -> np.ndarray:
-        """Return the rank of each part of all options, with their units at these positions, [E, Q]."""
-        return position_EOU[:, self.option_Q, self.unit_Q] * self.span_O[self.option_Q] + self.place_Q
-
-
-class ShardingTask:
-    """A problem whose tables are sharded one after the other.
-
-    Args:
-        cost: the problem and its cost.
-        asked: what its options ask of all ranks together.
-        types: sharding types that are actions, where a table has any of them.
-    """
-
-    def __init__(self, cost: Cost, asked: OptionTotals, types: Sequence[str] = TYPES) -> None:
-        problem = cost.problem
-        self.cost, self.problem, self._asked = cost, problem, asked
-        self.level_ms = max(1e-9, asked.least_ms / problem.num_ranks)
-        collectives = problem.collectives.collectives
-        forward_C, backward_C = problem.collectives.alone_ms_per_byte()
-        per_byte_C = (forward_C + backward_C).numpy() / self.level_ms
-        start_up = [sum(model.latency_ms for model in each.passes if model.world_size > 1) for each in collectives]
-        self.start_up_C = np.array([*start_up, 0.0]) / self.level_ms
-        """Height that each collective takes to start; 0 for padding."""
-        self.sent_PC = np.pad(problem.bytes_PC.numpy() * per_byte_C, ((0, 0), (0, 1)))
-        """Height that each part adds to its rank in each collective; 0 for padding."""
-        self.alone_P = cost.single_ms_P.numpy() / self.level_ms
-        """Height that each part adds to a rank where it is alone."""
-        self._kept_TO = self._kept(types)
-        total_TO = np.where(self._kept_TO, asked.total_ms_TO, np.inf)
-        self._order_T = np.argsort(-total_TO.min(1), kind="stable")
-        cheapest_T = total_TO.min(1)[self._order_T]
-        self.share_T = cheapest_T / max(1e-30, cheapest_T.sum())
-        """Share of the cost of all tables, in the order in which they are sharded."""
-        self.left_T = 1 - np.concatenate([[0.0], self.share_T.cumsum()[:-1]])
-        """Share of each table and all that follow."""
-        self._ahead_TNY = self._ahead(total_TO[self._order_T])
-        most_M = np.where(self._kept_TO[..., None], asked.needs_TOM, 0.0).max(1).sum(0)
-        self.scarce_M = np.flatnonzero(most_M > problem.limits_DM.numpy().min(0))
-        """Limits that may bind: all tables together might exceed them on one rank."""
-        self.need_PM = problem.needs_PM.numpy()[:, self.scarce_M]
-        rows = problem.option_rows
-        part_X, first_O = rows.all_parts(np.arange(len(rows.parts_O))), rows.parts_O.cumsum() - rows.parts_O
-        values_PV = np.column_stack([self.alone_P, self.sent_PC, self.need_PM])
-        self._largest_OV = np.maximum.reduceat(values_PV[part_X], first_O)
-        """Height alone, heights sent and needs of the largest part of each option."""
-        self._actions: dict[int, TableActions] = {}
-
-    @property
-    def num_tables(self) -> int:
-        return self.problem.num_tables
-
-    def _kept(self, types: Sequence[str]) -> np.ndarray:
-        """Options that are actions, bool [T, O]: of some types; and where tables in device memory would fill little of
-        it, none in host memory, unless a table has no others."""
-        problem, finite_TO = self.problem, np.isfinite(self._asked.total_ms_TO)
-        room_TO, named_TO, is_host_TO = (np.zeros_like(finite_TO) for _ in range(3))
-        for table, options in enumerate(problem.tables):
-            for index, option in enumerate(options):
-                fits = len(option.units) * option.units[0].span <= problem.num_ranks
-                room_TO[table, index] = fits and option.sharding_type in TYPES
-                named_TO[table, index] = option.sharding_type in types
-                is_host_TO[table, index] = in_host_memory(option.kernel)
-        kept_TO = finite_TO & room_TO
-        kept_TO = np.where((kept_TO & named_TO).any(1, keepdims=True), kept_TO & named_TO, kept_TO)
-        fast_TO = kept_TO & ~is_host_TO
-        least_T = np.where(fast_TO, self._asked.needs_TOM[..., 0], np.inf).min(1)
-        if least_T[np.isfinite(least_T)].sum() <= AMPLE * self._asked.limits_M[0]:
-            kept_TO = np.where(fast_TO.any(1, keepdims=True), fast_TO, kept_TO)
-        self.may_be_played = bool(kept_TO.any(1).all())
-        """True if every table has an option of these whose units find ranks of their own."""
-        return np.where(kept_TO.any(1, keepdims=True), kept_TO, finite_TO)
-
-    def _ahead(self, total_TO: np.ndarray) -> np.ndarray:
-        """If a table and all that follow took one type, as far as they may: the logarithm of what they would cost over
-        their cheapest options, and of the largest part over what is left for a rank, [T, N, 2]."""
-        kind_TO, largest_TO = self._asked.kind_TO[self._order_T], self._asked.largest_ms_TO[self._order_T]
-        each_T, ahead = np.arange(len(total_TO)), []
-        rest_T = total_TO.min(1)[::-1].cumsum()[::-1].clip(1e-30)
-        for kind in TYPES:
-            own_TO = np.where(kind_TO == kind, total_TO, np.inf)
-            choice_T = np.where(np.isfinite(own_TO.min(1)), own_TO.argmin(1), total_TO.argmin(1))
-            cost_T = total_TO[each_T, choice_T][::-1].cumsum()[::-1]
-            largest_T = np.maximum.accumulate(largest_TO[each_T, choice_T][::-1])[::-1]
-            lumps_T = np.log10(largest_T.clip(1e-30) * self.problem.num_ranks / rest_T).clip(-3, 3)
-            ahead.append(np.stack([np.log(cost_T.clip(1e-30) / rest_T).clip(0, 5), lumps_T], -1))
-        return np.stack(ahead, 1)
-
-    def actions(self, step: int) -> TableActions:
-        """Return the actions of the table that comes at a step."""
-        if step not in self._actions:
-            self._actions[step] = self._read_actions(step)
-        return self._actions[step]
-
-    def _read_actions(self, step: int) -> TableActions:
-        problem, table = self.problem, int(self._order_T[step])
-        all_options, ranks = problem.tables[table], problem.num_ranks
-        chosen = sorted(np.flatnonzero(self._kept_TO[table]).tolist(), key=lambda o: all_options[o].units[0].span)
-        options = [all_options[index] for index in chosen]
-        span_O = np.array([option.units[0].span for option in options])
-        parts = [problem.parts_of(table, index) for index in chosen]
-        parts_O = np.array([*map(len, parts)])
-        option_Q, within_Q = np.repeat(np.arange(len(parts)), parts_O), counted_up(np.zeros_like(parts_O), parts_O)
-        largest_OV, none = self._largest_OV[problem.option_rows.rows([table], chosen)], len(self.start_up_C) - 1
-        alone_O1, sent_OC, need_OM = np.split(largest_OV, [1, 2 + none], 1)
-        sends = [np.flatnonzero(sent_C).tolist() for sent_C in sent_OC]
-        width = max(1, *map(len, sends))
-        type_O = np.array([TYPES.index(option.sharding_type) for option in options])
-        total_O = self._asked.total_ms_TO[table, chosen] / ranks / self.level_ms
-        collective_OJ = np.array([columns + [none] * (width - len(columns)) for columns in sends])
-        return TableActions(
-            table=table,
-            ranks=ranks,
-            option_O=np.array(chosen),
-            span_O=span_O,
-            units_O=parts_O // span_O,
-            option_Q=option_Q,
-            unit_Q=within_Q // span_O[option_Q],
-            place_Q=within_Q % span_O[option_Q],
-            part_Q=np.concatenate(parts),
-            added_OR=np.hstack([alone_O1, np.take_along_axis(sent_OC, collective_OJ, 1)]),
-            need_OM=need_OM,
-            group_O=np.array([problem.group_of(table, index) for index in chosen]),
-            raised_OR=np.pad(collective_OJ + 1, ((0, 0), (1, 0))),
-            start_up_OJ=self.start_up_C[collective_OJ],
-            type_O=type_O,
-            level=max(1e-9, float(total_O.min())),
-            described_OY=self._described(step, chosen, type_O, total_O),
-        )
-
-    def _described(self, step: int, chosen: Sequence[int], type_O: np.ndarray, total_O: np.ndarray) -> np.ndarray:
-        """Type; whether in host memory; units and their span; how the tables that follow would do with this type; and
-        what it costs over the cheapest option, [O, DESCRIBED]."""
-        options = [self.problem.tables[int(self._order_T[step])][index] for index in chosen]
-        is_host_O = np.array([in_host_memory(option.kernel) for option in options], dtype=np.float64)
-        sizes_O2 = np.log2([[len(option.units), option.units[0].span] for option in options])
-        times_O = total_O / max(1e-30, total_O.min())
-        columns = [
-            np.eye(len(TYPES))[type_O],
-            is_host_O[:, None],
-            sizes_O2 / (3.0, 8.0),
-            self._ahead_TNY[step][type_O],
-            (times_O - 1).clip(0, 10)[:, None],
-            np.log(times_O.clip(1e-30)).clip(0, 5)[:, None],
-        ]
-        return np.concatenate(columns, -1)
 
 
 @dataclass(frozen=True)
@@ -390,25 +166,39 @@ class EstimatedMDP:
 
     def observe(self, step: int, sweep: Sweep) -> Choices:
         """Take up the table of a step, if it lies anywhere; return its actions."""
-        actions, ranks = self.task.actions(step), self.task.problem.num_ranks
+        actions = self.task.actions(step)
         laid = self._laid.get(actions.table)
         if laid is not None:
             self._take_up(laid)
         listed = self._shortlist(actions, sweep)
-        span_O1, exists_OU = actions.span_O[:, None], actions.exists_OU
-        rank_EOK = (listed.position_EOK * span_O1).clip(max=ranks - 1)
+        rank_EOK = (listed.position_EOK * actions.span_O[:, None]).clip(max=self.task.problem.num_ranks - 1)
         rated_EOK = self._rated(actions, laid, rank_EOK)
-        before_ED, highest_EO1 = self.height_ERD[:, 0], listed.highest_EOR[..., :1]
-        episode_E1 = np.arange(len(before_ED))[:, None]
+        self._add_compute(actions, listed, rank_EOK, rated_EOK)
+        return self._placed(actions, sweep, listed, rated_EOK, self.types_EN if laid is None else None)
 
-        def added_powers(before: np.ndarray, added: np.ndarray, highest: np.ndarray) -> np.ndarray:
-            return _powers((before + added) / highest, sweep.doublings) - _powers(before / highest, sweep.doublings)
+    def _add_compute(
+        self, actions: TableActions, listed: Shortlist, rank_EOK: np.ndarray, rated_EOK: np.ndarray
+    ) -> None:
+        """Write the rated compute into a shortlist, in place of its estimates."""
+        span_O1, highest_EO1 = actions.span_O[:, None], listed.highest_EOR[..., :1]
+        before_ED, episode_E11 = self.height_ERD[:, 0], np.arange(len(rank_EOK))[:, None, None]
+        more_EOK = _added_powers(before_ED[episode_E11, rank_EOK], rated_EOK, highest_EO1, listed.doublings)
+        listed.more_EOKR[..., 0] = span_O1 * more_EOK
+        listed.mean_EOKR[..., 0] = span_O1 * rated_EOK / listed.ranks
+        listed.sum_EOR[..., 0] = _powers(before_ED[:, None] / highest_EO1, listed.doublings).sum(-1)
 
-        more_EOK = span_O1 * added_powers(before_ED[episode_E1[..., None], rank_EOK], rated_EOK, highest_EO1)
-        listed.mean_EOKR[..., 0], listed.more_EOKR[..., 0] = span_O1 * rated_EOK / ranks, more_EOK
-        listed.sum_EOR[..., 0] = _powers(before_ED[:, None] / highest_EO1, sweep.doublings).sum(-1)
+    def _placed(
+        self,
+        actions: TableActions,
+        sweep: Sweep,
+        listed: Shortlist,
+        rated_EOK: np.ndarray,
+        types_EN: np.ndarray | None,
+    ) -> Choices:
+        """Place the units of each option at the shortlisted positions where they raise the weighted means least."""
         rise_EOKR = sweep.mean * listed.mean_EOKR + (1 - sweep.mean) * listed.risen(listed.more_EOKR)
         key_EOK = np.where(listed.legal_EOK, rise_EOKR.sum(-1), np.inf)
+        exists_OU, episode_E1 = actions.exists_OU, np.arange(len(key_EOK))[:, None]
         best_EOU = key_EOK.argsort(-1, kind="stable")[..., : exists_OU.shape[1]] * exists_OU
         best = episode_E1[..., None], np.arange(len(exists_OU))[:, None], best_EOU
         position_EOU, legal_EO = listed.position_EOK[best], listed.legal_EOK[best].all(-1)
@@ -417,7 +207,8 @@ class EstimatedMDP:
         )
         # All ranks of a unit count from here on, each with what is on it.
         rank_EQ, added_EQ = actions.ranks_at(position_EOU), rated_EOK[best][:, actions.option_Q, actions.unit_Q]
-        more_EQ = added_powers(before_ED[episode_E1, rank_EQ], added_EQ, highest_EO1[:, actions.option_Q, 0])
+        before_EQ, highest_EQ = self.height_ERD[episode_E1, 0, rank_EQ], listed.highest_EOR[:, actions.option_Q, 0]
+        more_EQ = _added_powers(before_EQ, added_EQ, highest_EQ, listed.doublings)
         more_EOR[..., 0] = np.add.reduceat(more_EQ, actions.first_O, -1)
         unused_EOJ = self.height_ERD.max(-1)[:, actions.raised_OR[:, 1:]] <= NOTHING
         return Choices(
@@ -427,7 +218,7 @@ class EstimatedMDP:
             start_up_EO=(unused_EOJ * actions.start_up_OJ).sum(-1),
             position_EOU=position_EOU,
             rank_EQ=rank_EQ,
-            legal_EO=self._legal(actions, legal_EO, self.types_EN if laid is None else None),
+            legal_EO=self._legal(actions, legal_EO, types_EN),
         )
 
     def _shortlist(self, actions: TableActions, sweep: Sweep) -> Shortlist:
@@ -588,6 +379,11 @@ def _powers(values: np.ndarray, doublings: int) -> np.ndarray:
     for _ in range(doublings):
         values = values * values
     return values
+
+
+def _added_powers(before: np.ndarray, added: np.ndarray, highest: np.ndarray, doublings: int) -> np.ndarray:
+    """Return what heights add to the sum of powers, each a share of the highest."""
+    return _powers((before + added) / highest, doublings) - _powers(before / highest, doublings)
 
 
 def _roots(values: np.ndarray, doublings: int) -> np.ndarray:

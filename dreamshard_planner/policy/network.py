@@ -17,15 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.problem import Cost, Sharding
-from dreamshard_planner.policy.mdp import (
-    CHANNELS,
-    DESCRIBED,
-    TYPES,
-    Choices,
-    EstimatedMDP,
-    ShardingTask,
-    Sweep,
-)
+from dreamshard_planner.policy.mdp import CHANNELS, Choices, EstimatedMDP, Sweep
+from dreamshard_planner.policy.task import DESCRIBED, TYPES, ShardingTask
 from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.policy.mdp import TYPES, EstimatedMDP, ShardingTask
+from dreamshard_planner.policy.mdp import EstimatedMDP
 from dreamshard_planner.policy.network import SWEEPS, Policy, Seen, roll_out, subset_types
+from dreamshard_planner.policy.task import TYPES, ShardingTask
 
 TRAINING_SWEEPS = SWEEPS[::3]
 """Sweeps of an episode of the training: two of a roll-out's, which rank first sweeps nearly as all do."""
@@ -62,7 +63,7 @@ class UpdateStatistics:
     """Figures of one update, means over its tasks."""
 
     relative_cost: float
-    """Mean cost over the level height (:mod:`dreamshard_planner.policy.mdp`), at most :data:`DEAREST` per episode."""
+    """Mean cost over the level height (:mod:`dreamshard_planner.policy.task`), at most :data:`DEAREST` per episode."""
     entropy: float
     """Mean over the choices, nats."""
     infeasible_share: float

@@ -22,9 +22,9 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, set_work, work_limits
 from dreamshard_planner.planning.context import PlanRater
-from dreamshard_planner.policy.mdp import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.policy.network import Policy, roll_out
 from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
+from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic

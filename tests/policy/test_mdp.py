@@ -13,7 +13,7 @@ from sharding_tasks import RANKS, sharding_cost
 
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.problem import Cost, Sharding
-from dreamshard_planner.policy.mdp import EstimatedMDP, ShardingTask, Sweep
+from dreamshard_planner.policy.mdp import EstimatedMDP, Sweep
 from dreamshard_planner.policy.network import (
     STARTS,
     SUBSETS,
@@ -24,6 +24,7 @@ from dreamshard_planner.policy.network import (
     roll_out,
     subset_types,
 )
+from dreamshard_planner.policy.task import ShardingTask
 from dreamshard_planner.search.starts import OptionTotals
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from sharding_tasks import sharding_cost
 
-from dreamshard_planner.policy.mdp import ShardingTask
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.reinforce import DEAREST, ReinforceConfig, Rollout, advantages, standing, train_policy
+from dreamshard_planner.policy.task import ShardingTask
 from dreamshard_planner.search.starts import OptionTotals
 
 TRAINING = ReinforceConfig(updates=4, tasks_per_update=2, episodes_per_task=6, looks=2, learning_rate=6e-3)
