@@ -37,9 +37,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from common.output import append, opened, quiet, table_of
 from common.tasks import RANKS_PER_HOST, FullTask, random_tables, tasks
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
@@ -185,7 +185,7 @@ class Contest:
         made = self.planners[name]()
         seconds = time.process_time() - self._start
         estimate_all(torchrec_estimators(self.topology, self.constraints), made.plan, SHARDERS)
-        context = PlanRater(self.topology, OptionReader(self.constraints), resolve_for(self.topology, "auto"))
+        context = PlanRater(PlannedRanks.of(self.topology), OptionReader(self.constraints))
         kinds = (sharding_in_words(option.sharding_type, option.compute_kernel) for option in made.plan)
         return {
             "seconds": round(seconds, 2),

@@ -51,11 +51,11 @@ from common.tasks import RANKS_PER_HOST, feature_names, meta_collection
 from default_plans import Timed
 from dlrm.options import OPTIMIZERS
 from dreamshard_planner import DreamShardPlanner, TableStatistics
-from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.training.config import pool_tables
@@ -114,7 +114,7 @@ class Task:
             theirs = EmbeddingEnumerator(self.topology, LOCAL_BATCH, known)
             planners[SAME_SLICES] = DreamShardPlanner(**ours, enumerator=theirs)
         reader = OptionReader(known, TableStatistics(features), optimizers_attached=True)
-        rater = PlanRater(self.topology, reader, resolve_for(self.topology, "auto"))
+        rater = PlanRater(PlannedRanks.of(self.topology), reader)
         plans = {}
         for name, planner in planners.items():
             start = time.process_time()

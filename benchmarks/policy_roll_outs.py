@@ -33,10 +33,11 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 
 from common.output import mean_interval, provenance, quiet, table_of, wide_console
 from common.tasks import meta_collection
-from dreamshard_planner.checkpoints.choice import prior_policy, resolve_for
+from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.policy.network import SWEEPS, Policy, policy_starts, roll_out, subset_types
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.reader import OptionReader
@@ -62,9 +63,9 @@ def cost_of(tables: int, ranks: int, seed: int, costs: str = "roofline") -> Cost
     constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in drawn}
     model, sharders = torch.nn.Module(), get_default_sharders()
     model.sparse = meta_collection(drawn)
-    reader, checkpoint = OptionReader(constraints), resolve_for(topology, "auto")
+    reader = OptionReader(constraints)
     source = "roofline" if costs == "roofline" else "auto"
-    context = PlanRater(topology, reader, checkpoint, source, constraints=constraints, sharders=sharders)
+    context = PlanRater(PlannedRanks.of(topology), reader, source, constraints=constraints, sharders=sharders)
     reservation = EmbeddingShardingPlanner(topology, BATCH_SIZE, stats=[])._storage_reservation
     left = reservation.reserve(topology, BATCH_SIZE, model, sharders, constraints)
     options = context.enumerator(BATCH_SIZE, context._torchrec[0]).enumerate(model, sharders)

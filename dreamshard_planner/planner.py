@@ -38,7 +38,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import DreamShardError, InputWarning, StatisticsError
 from dreamshard_planner.hot_rows.choice import choose_hot_rows
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
-from dreamshard_planner.planning.explanation import Explanation
+from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
 from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings
@@ -276,7 +276,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         model = ModelProblem.of(settings, self._ranks, module, sharders, self._storage_reservation)
         self._batch_size: int = settings.batch_size
         self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back, remembered)
-        self._constraints = model.constraints
+        self._constraints = model.context.constraints
         self._enumerator, self._proposers = loop.enumerator, loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
         return loop
@@ -532,7 +532,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         other._settings = replace(model.settings, statistics=statistics or model.settings.statistics)
         other.plan_loader = None
         other._falls_back = False
-        other.plan(model.skeleton, model.context.sharders or ())
+        other.plan(model.skeleton, model.sharders)
         return other._last()
 
     @neutral()
@@ -547,7 +547,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is no plan yet on this rank.
             PlannerError: there is no such rank; and, with PlanError, as :meth:`predict`.
         """
-        return self._model().explained(self._last().plan if plan is None else plan, rank)
+        return explain(self._model(), self._last().plan if plan is None else plan, rank)
 
     def _warn_of_lost_optimizers(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> None:
         for lost in lost_optimizers(plan, model.context.reader, self._topology.compute_device):

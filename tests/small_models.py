@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
@@ -12,8 +12,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.checkpoints.choice import resolve_for
+from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 
 SHARDERS = [EmbeddingBagCollectionSharder()]
@@ -47,7 +48,13 @@ def planner(**arguments) -> DreamShardPlanner:
 
 def rater(topology: Topology, constraints: dict[str, ParameterConstraints] | None = None, **arguments) -> PlanRater:
     """Return a rater of options that no planner has enumerated."""
-    return PlanRater(topology, OptionReader(constraints), resolve_for(topology, "auto"), **arguments)
+    return PlanRater(PlannedRanks.of(topology), OptionReader(constraints), **arguments)
+
+
+def output_bytes_P(problem: Problem) -> Tensor:
+    """Bytes that each part adds to the exchanges of outputs and gradients."""
+    outputs_C = [not collective.of_lookups for collective in problem.collectives.collectives]
+    return problem.bytes_PC[:, outputs_C].sum(-1)
 
 
 def ranks_of(plan) -> dict[str, list[int]]:

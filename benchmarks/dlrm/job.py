@@ -24,11 +24,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from common.tasks import feature_names, meta_collection
 from dlrm.options import OPTIMIZERS, SIZES, Config, Node
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
-from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.measure.kernels import draw_inputs
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.infeasible import infeasible
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search_space.sharding_types import DP, SHARDING_TYPES
@@ -191,7 +191,7 @@ class RulePartitioner(Partitioner):
 
     def __init__(self, rule: str, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> None:
         self._rule = rule
-        self._context = PlanRater(topology, OptionReader(constraints), resolve_for(topology, "auto"))
+        self._context = PlanRater(PlannedRanks.of(topology), OptionReader(constraints))
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Return ``proposal`` with ranks; raises ``PlannerError`` if the heuristic runs out of memory."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dreamshard_planner.cost.problem import Cost, has_room
+from dreamshard_planner.cost.problem import Cost, Problem, has_room
 
 OBSERVATIONS = (
     "load",  # cost of the device / ideal
@@ -44,6 +44,12 @@ OBSERVATIONS = (
 
 OBSERVATION_INDEX = {name: channel for channel, name in enumerate(OBSERVATIONS)}
 CLIP = 20.0
+
+
+def output_bytes_P(problem: Problem) -> Tensor:
+    """Return the bytes that each part adds to the exchanges of outputs and gradients, [P]."""
+    outputs_C = [not collective.of_lookups for collective in problem.collectives.collectives]
+    return problem.bytes_PC[:, outputs_C].sum(-1)
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class TaskBatch:
             group_TS=in_order(problem.group_P for problem in problems),
             features_TSF=in_order(problem.features_PF for problem in problems),
             single_ms_TS=in_order(cost.single_ms_P.float() for cost in costs),
-            output_bytes_TS=in_order(problem.output_bytes_P.float() for problem in problems),
+            output_bytes_TS=in_order(output_bytes_P(problem).float() for problem in problems),
             needs_TSM=in_order(problem.needs_PM for problem in problems),
             limits_TDM=pad([problem.limits_DM for problem in problems], -1),
             device_mask_TD=pad([torch.ones(problem.num_ranks, dtype=torch.bool) for problem in problems]),

@@ -188,12 +188,6 @@ class Problem:
         return self.bytes_PC @ self.collectives.level_ms_per_byte(self.num_ranks)
 
     @cached_property
-    def output_bytes_P(self) -> Tensor:
-        """Bytes that each part adds to the exchanges of outputs and gradients, [P]."""
-        outputs_C = [not collective.of_lookups for collective in self.collectives.collectives]
-        return self.bytes_PC[:, outputs_C].sum(-1)
-
-    @cached_property
     def _group_of(self) -> list[list[int]]:
         group = self.group_P.tolist()
         return [[group[option.units[0].parts[0]] for option in options] for options in self.tables]

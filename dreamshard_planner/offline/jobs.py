@@ -40,7 +40,7 @@ from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.search_space.input_checks import doubtful_inputs
-from dreamshard_planner.search_space.modules import table_configs
+from dreamshard_planner.search_space.modules import shardable_tables, table_configs
 from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json
@@ -275,8 +275,9 @@ class Job:
     @property
     def doubtful(self) -> tuple[str, ...]:
         """Warnings of inputs that are hardly meant."""
-        tables = doubtful_inputs(self.model.module, get_default_sharders(), self.model.statistics, self.machine.device)
-        return (*self.machine.doubtful, *tables)
+        module, statistics = self.model.module, self.model.statistics
+        tables = shardable_tables(module, get_default_sharders())
+        return (*self.machine.doubtful, *doubtful_inputs(module, tables, statistics, self.machine.device))
 
     def planner(self) -> DreamShardPlanner:
         """Make a planner for the job."""

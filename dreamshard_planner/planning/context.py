@@ -13,10 +13,10 @@ from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Cost, PlacementCosts, Sharding
 from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.problem.allocated import AllocatedStorage
 from dreamshard_planner.problem.parts import Links, ReadProblem
@@ -75,24 +75,18 @@ class PlanRater:
     """Reads and rates the plans of one topology.
 
     Args:
-        topology: the ranks, before any reservation.
+        ranks: with their memory before any reservation, and the checkpoint of their costs and policy.
         reader: of options.
-        checkpoint: policy, and the cost network if it has one.
         cost_source: one of :data:`~dreamshard_planner.planning.cost_sources.COST_SOURCES`.
     """
 
-    topology: Topology
+    ranks: PlannedRanks
     reader: OptionReader
-    checkpoint: Checkpoint
     cost_source: str = "auto"
     constraints: PlanningConstraints | None = None
     """Constraints for TorchRec's estimators."""
     sharders: Sequence[ModuleSharder[nn.Module]] | None = None
     """Sharders of the model; None if its options are estimated already."""
-    sync_ms_per_byte: float = 0.0
-    """Milliseconds per byte of averaging the replicas of other sharding groups."""
-    all_ranks: Topology | None = None
-    """Topology of all sharding groups, in 2D parallelism."""
 
     def with_statistics(self, statistics: TableStatistics) -> PlanRater:
         """Return a rater by other statistics, for costs alone: it keeps no placement rule."""
@@ -100,7 +94,7 @@ class PlanRater:
 
     @cached_property
     def _costs(self) -> NetworkCosts:
-        return COST_SOURCES[self.cost_source](self.topology, self.checkpoint, self.sync_ms_per_byte, self.all_ranks)
+        return COST_SOURCES[self.cost_source](self.ranks)
 
     @cached_property
     def compute(self) -> ComputeCost:
@@ -117,11 +111,11 @@ class PlanRater:
         """TorchRec's estimators of perf and storage; empty without sharders."""
         if self.sharders is None:
             return []
-        perf, storage = torchrec_estimators(self.topology, self.constraints)
+        perf, storage = torchrec_estimators(self.ranks.topology, self.constraints)
         if self._costs.takes_estimates and self.constraints is not None:
             # Costs are TorchRec's, while memory is for the actual lookups.
             perf = WithLengths(perf, self.constraints.torchrec_lengths)
-        return [perf, AllocatedStorage(storage, self.reader, self.topology)]
+        return [perf, AllocatedStorage(storage, self.reader, self.ranks.topology)]
 
     def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
         """Set the perf of every shard by TorchRec's own estimator, in place.
@@ -141,7 +135,7 @@ class PlanRater:
         """Set the perf of every shard by TorchRec's estimator for one lookup per sample, in place."""
         for option in options:
             option.input_lengths = [POOLING_FACTOR] * len(option.input_lengths)
-        estimate_all(torchrec_estimators(self.topology)[:1], options, self.sharders or ())
+        estimate_all(torchrec_estimators(self.ranks.topology)[:1], options, self.sharders or ())
 
     def complete(self, options: list[ShardingOption]) -> None:
         """Estimate missing storage in place, and missing perf if it is the cost source, as TorchRec does."""
@@ -160,7 +154,7 @@ class PlanRater:
         ours = None if self._costs.takes_estimates else perf
         asked = {name for name, constraint in (self.constraints or {}).items() if constraint.min_partition}
         return FastEnumerator(
-            self.topology,
+            self.ranks.topology,
             batch_size,
             self.constraints,
             [ours or self._torchrec[0], self._torchrec[1]],
@@ -174,11 +168,11 @@ class PlanRater:
     def searched_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options of a model that planning searches; raises PlannerError if a table has none."""
         allowed = as_constrained(search_space, self.constraints or {})
-        return self.usable_options(without_idle_halves(allowed, self.topology.world_size))
+        return self.usable_options(without_idle_halves(allowed, self.ranks.topology.world_size))
 
     def usable_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options of :func:`~dreamshard_planner.search_space.usable_options.usable_options`."""
-        return usable_options(search_space, self.topology.compute_device)
+        return usable_options(search_space, self.ranks.topology.compute_device)
 
     def certain_options(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options whose cost is no guess, and all options of tables that have no others."""
@@ -209,7 +203,7 @@ class PlanRater:
             raise unpriced(bare[0], "its options come without perf")
         if bare:
             estimate_all(self._torchrec[:1], bare, self.sharders or ())
-        return self.reader.read(options, topology or self.topology, self.links, with_storage)
+        return self.reader.read(options, topology or self.ranks.topology, self.links, with_storage)
 
     def cost(self, read: ReadProblem) -> Cost:
         """Return the cost of a problem's shardings."""
@@ -239,8 +233,8 @@ class PlanRater:
             notes: further notes, which come first.
             rivals, result: of the search that found it.
         """
-        plan, synced_bytes = rated.options, _synced_bytes(rated) if self.sync_ms_per_byte else 0.0
-        averaging_ms = synced_bytes * self.sync_ms_per_byte
+        plan, synced_bytes = rated.options, _synced_bytes(rated) if self.ranks.sync_ms_per_byte else 0.0
+        averaging_ms = synced_bytes * self.ranks.sync_ms_per_byte
         notes = (
             *notes,
             *self._costs.notes(plan, self.reader),
@@ -249,7 +243,7 @@ class PlanRater:
             *([self._averaging(plan, synced_bytes, averaging_ms)] if averaging_ms else []),
             *noted("table", self.reader.notes(plan)),
         )
-        learned = self.checkpoint.metadata.get("learned") or {}
+        learned = self.ranks.checkpoint.metadata.get("learned") or {}
         return replace(
             Report.of(rated.cost, rated.sharding, rivals, result, notes),
             confidence=self._costs.confidence(plan),
@@ -263,7 +257,7 @@ class PlanRater:
         told, rows, memory_bytes = [], 0, 0
         for option in plan:
             if (hot := hot_rows_of(option)) is not None:
-                table, declared = self.reader.table(option, self.topology), self.reader.declared(option)
+                table, declared = self.reader.table(option, self.ranks.topology), self.reader.declared(option)
                 lookups = table.pooling_factor + table.hot_lookups
                 share = f"{table.hot_lookups / lookups:.0%}" if table.hot_lookups else "an unknown share"
                 told.append(f"{fqn_of(option)} {len(hot):,} of {hot.table_rows:,} for {share} of its lookups")
@@ -280,7 +274,7 @@ class PlanRater:
             "happens in place"
         )
         if any(type_of(option).span == "host" for option in plan):
-            text += f"; DMPCollection needs node_group_size={self.topology.local_world_size}"
+            text += f"; DMPCollection needs node_group_size={self.ranks.topology.local_world_size}"
         return Note("source", text, {"sync_bytes": synced_bytes})
 
     def _price_notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:

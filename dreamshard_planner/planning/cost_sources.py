@@ -20,6 +20,7 @@ from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSourc
 from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.report import ESTIMATE_PARTS, Note, noted
 from dreamshard_planner.problem.parts import Links, ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
@@ -40,27 +41,22 @@ _QUANTIZED = (
 class NetworkCosts:
     """Costs by the checkpoint's network and measured exchanges, else by the topology's bandwidths."""
 
-    topology: Topology
-    checkpoint: Checkpoint
-    sync_ms_per_byte: float = 0.0
-    """Milliseconds per byte of averaging the replicas of other sharding groups."""
-    all_ranks: Topology | None = None
-    """Topology of all sharding groups, in 2D parallelism."""
+    ranks: PlannedRanks
     takes_estimates = False
     """True if costs are the perf of the options."""
     uses_network = True
 
     def compute(self) -> ComputeCost:
         """Return the cost of fused groups."""
-        return self.checkpoint.compute_cost(self.topology)
+        return self.ranks.checkpoint.compute_cost(self.ranks.topology)
 
     def links(self) -> Links:
         """Return the cost of exchanges. All ranks of all groups reduce the gradients of data-parallel tables."""
-        links = links_of(self.topology, self.checkpoint)
-        if self.all_ranks is None:
+        links, all_ranks = links_of(self.ranks.topology, self.ranks.checkpoint), self.ranks.all_ranks
+        if all_ranks is None:
             return links
-        all_reduce = links_of(self.all_ranks, self.checkpoint).all_reduce
-        shared = all_reduce.shared_bytes_per_ms * self.topology.world_size / self.all_ranks.world_size
+        all_reduce = links_of(all_ranks, self.ranks.checkpoint).all_reduce
+        shared = all_reduce.shared_bytes_per_ms * self.ranks.topology.world_size / all_ranks.world_size
         return replace(links, all_reduce=replace(all_reduce, shared_bytes_per_ms=shared))
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
@@ -69,22 +65,22 @@ class NetworkCosts:
         Bandwidths cost a problem with quantized tables as a whole. No network has learned their kernels, and costs of
         two sources do not compare.
         """
-        problem = read.problem
+        problem, topology = read.problem, self.ranks.topology
         if bool(problem.features_PF[:, FEATURE_INDEX["served"]].any()):
-            compute = RooflineCost.of_topology(self.topology)
+            compute = RooflineCost.of_topology(topology)
         if isinstance(compute, AdjustedCost):
             compute = compute.needed_by(problem.features_PF)
         dense_P, ssd_bytes_P, hot_P = map(read.column, ("dense_elements", "ssd_bytes", "hot_bytes"))
-        sync_ms_P = read.column("synced_bytes") * self.sync_ms_per_byte
+        sync_ms_P = read.column("synced_bytes") * self.ranks.sync_ms_per_byte
         estimated = [index for index, part in enumerate(read.parts) if part.is_estimated]
         if not estimated and not any(bool(extra_P.any()) for extra_P in (dense_P, ssd_bytes_P, hot_P, sync_ms_P)):
             return Cost(problem, compute)
-        dense_ms_P = dense_ms(dense_P, read.column("dense_passes"), self.topology)
+        dense_ms_P = dense_ms(dense_P, read.column("dense_passes"), topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
-        ssd_ms_P = ssd_bytes_P / self.topology.ssd_mem_bw
+        ssd_ms_P = ssd_bytes_P / topology.ssd_mem_bw
         # CPU ranks share the memory of their host.
-        shared = self.topology.ddr_mem_bw / self.topology.local_world_size
-        hot_ms_P = hot_P / (shared if self.topology.compute_device == "cpu" else self.topology.hbm_mem_bw)
+        shared = topology.ddr_mem_bw / topology.local_world_size
+        hot_ms_P = hot_P / (shared if topology.compute_device == "cpu" else topology.hbm_mem_bw)
         adjusted = compute if isinstance(compute, AdjustedCost) else AdjustedCost(compute)
         latent_PH = adjusted.encode(problem.features_PF).double()
         # A rank waits for its replicas, and for no other rank of its group.
@@ -98,7 +94,7 @@ class NetworkCosts:
 
     def confidence(self, plan: Sequence[ShardingOption]) -> str:
         """Tell how far to trust the milliseconds of a plan."""
-        return confidence(self.checkpoint, self.topology, self.uses_network and not _is_quantized(plan))
+        return confidence(self.ranks.checkpoint, self.ranks.topology, self.uses_network and not _is_quantized(plan))
 
     def estimate_ms(self, plan: Sequence[ShardingOption]) -> dict[str, float]:
         """Return the parts of TorchRec's estimate of the slowest rank; empty for other costs, or without estimates."""
@@ -106,26 +102,27 @@ class NetworkCosts:
 
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
         """Return notes on the sources of a plan's cost."""
-        measured = not self.takes_estimates and _measured(self.topology, self.checkpoint).keys() >= {*OPERATIONS}
-        uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
+        topology, checkpoint = self.ranks.topology, self.ranks.checkpoint
+        measured = not self.takes_estimates and _measured(topology, checkpoint).keys() >= {*OPERATIONS}
+        uncounted = self.links().lookups is None and topology.world_size > 1 and not self.takes_estimates
         quantized = self.uses_network and _is_quantized(plan)
         uses_network = self.uses_network and not quantized
         return (
-            *noted("assumption", default_notes(self.topology, links_measured=measured)),
-            *noted("source", [_uncounted_lookups(self.checkpoint)] if uncounted else []),
+            *noted("assumption", default_notes(topology, links_measured=measured)),
+            *noted("source", [_uncounted_lookups(checkpoint)] if uncounted else []),
             *noted("source", [_QUANTIZED] if quantized else []),
-            *noted("source", checkpoint_notes(self.checkpoint, self.topology, uses_network=uses_network)),
-            *noted("optimizer", _costed_optimizers(plan, reader, self.topology, self._unknown(uses_network))),
+            *noted("source", checkpoint_notes(checkpoint, topology, uses_network=uses_network)),
+            *noted("optimizer", _costed_optimizers(plan, reader, topology, self._unknown(uses_network))),
         )
 
     def _unknown(self, uses_network: bool) -> Collection[str]:
         """Return the optimizers that are costed as row-wise Adagrad."""
         if self.takes_estimates:
             return ()
-        network = self.checkpoint.cost if uses_network else None
+        network = self.ranks.checkpoint.cost if uses_network else None
         if network is None:
             return ("other",)
-        return OPTIMIZERS.keys() - {*network.optimizers, *self.checkpoint.metadata.get("corrections", {})}
+        return OPTIMIZERS.keys() - {*network.optimizers, *self.ranks.checkpoint.metadata.get("corrections", {})}
 
 
 class BandwidthCosts(NetworkCosts):
@@ -135,7 +132,7 @@ class BandwidthCosts(NetworkCosts):
 
     def compute(self) -> ComputeCost:
         """Return rooflines of the topology."""
-        return RooflineCost.of_topology(self.topology)
+        return RooflineCost.of_topology(self.ranks.topology)
 
 
 class TorchRecCosts(NetworkCosts):
@@ -156,7 +153,7 @@ class TorchRecCosts(NetworkCosts):
         """Return the sum of estimates; the forward is everything but the backward."""
         perfs = [part.shard.perf for part in read.parts]
         backward = [perf.bwd_compute + perf.bwd_comms for perf in perfs]
-        sync_ms_P = (read.column("synced_bytes") * self.sync_ms_per_byte).tolist()
+        sync_ms_P = (read.column("synced_bytes") * self.ranks.sync_ms_per_byte).tolist()
         latents = [
             [1.0, perf.total - later, later + sync]
             for perf, later, sync in zip(perfs, backward, sync_ms_P, strict=True)

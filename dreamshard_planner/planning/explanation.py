@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
-from dreamshard_planner.planning.context import PlanRater, RatedPlan
-from dreamshard_planner.plans.report import Note
+from dreamshard_planner.planning.context import RatedPlan
+from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, same_option
@@ -137,28 +137,20 @@ def _gain(change: Change | None) -> str:
 
 
 @torch.no_grad()
-def explain(
-    context: PlanRater,
-    left: Topology,
-    rated: RatedPlan,
-    usable: Sequence[ShardingOption],
-    notes: Sequence[Note],
-    rank: int | None = None,
-) -> Explanation:
+def explain(model: ModelProblem, plan: AnyPlan, rank: int | None = None) -> Explanation:
     """Explain one rank's part of a step.
 
     Args:
-        context: reads and rates options.
-        left: topology with the memory that the storage reservation left.
-        rated: the plan.
-        usable: options that tables may take instead.
-        notes: notes on the plan.
+        model: the planned one.
+        plan: one of its plans.
         rank: a rank of the plan; the slowest by default.
 
     Raises:
-        PlannerError: the plan has no such rank.
+        PlannerError: the plan has no such rank; and, with PlanError, as :meth:`ModelProblem.options`.
     """
-    report, problem, sharding = context.report(rated, notes), rated.read.problem, rated.sharding
+    rated = model.rated(plan)
+    report = model.context.report(rated, model.assumptions(rated.options))
+    problem, sharding = rated.read.problem, rated.sharding
     chosen = report.chosen
     rank = chosen.slowest if rank is None else rank
     if isinstance(rank, bool | float) or rank not in range(len(chosen.rank_ms)):
@@ -167,7 +159,7 @@ def explain(
     alone_ms = {index: entry.on_rank_ms(rank) for index, entry in enumerate(report.tables) if rank in entry.ranks}
     costliest = sorted(alone_ms, key=lambda table: (-alone_ms[table], table))
     names = [problem.names[table] for table in costliest[:MAX_TABLES]]
-    changes = _changes(context, left, rated, usable, names)
+    changes = _changes(model, rated, names)
     return Explanation(
         rank=rank,
         headline=report.verdict,
@@ -215,18 +207,16 @@ def _groups(rated: RatedPlan, rank: int, alone_ms: dict[int, float]) -> tuple[Gr
     return tuple(sorted(found, key=lambda group: -(group.forward_ms + group.backward_ms)))
 
 
-def _changes(
-    context: PlanRater, left: Topology, rated: RatedPlan, usable: Sequence[ShardingOption], names: Sequence[str]
-) -> dict[str, tuple[Change | None, Change | None]]:
+def _changes(model: ModelProblem, rated: RatedPlan, names: Sequence[str]) -> dict[str, tuple[Change | None, ...]]:
     """Rate the best move and the best split of each table by the search's re-shards."""
-    chosen = {fqn_of(option): option for option in rated.options}
+    context, chosen = model.context, {fqn_of(option): option for option in rated.options}
     others = [
         option
-        for name, options in by_table(usable).items()
+        for name, options in by_table(context.usable_options(model.search_space)).items()
         for option in options
         if name in names and not same_option(option, chosen[name])
     ]
-    read = context.read([*rated.options, *others], left)
+    read = context.read([*rated.options, *others], model.left)
     cost, sharding = context.cost(read), read.sharding(rated.options)
     now_ms = cost.overall_ms(sharding)
     state = ShardingState(cost, sharding, max(1e-9, now_ms))
@@ -241,7 +231,7 @@ def _changes(
         changed = sharding.changed(*tried.changes[index][0])
         return Change(_words(read, changed, table), now_ms - cost.overall_ms(changed))
 
-    changes = {}
+    changes: dict[str, tuple[Change | None, ...]] = {}
     for name in names:
         table = read.problem.names.index(name)
         index, options = sharding.options[table], read.problem.tables[table]

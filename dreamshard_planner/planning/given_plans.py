@@ -27,13 +27,14 @@ from dreamshard_planner.search_space.options import (
     ranks_of,
     refused,
     set_ranks,
+    spec_of,
     type_of,
     unestimated,
     with_hot_rows,
 )
-from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, SHARDING_TYPES, is_known
+from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, is_known
 from dreamshard_planner.search_space.usable_options import misses_rows
-from dreamshard_planner.support.formatting import NAMED, memory_in_words, nearest
+from dreamshard_planner.support.formatting import NAMED, memory_in_words, some_of
 from dreamshard_planner.workload.hot_rows import HotRows
 
 GivenPlan: TypeAlias = ShardingPlan | SavedPlan | Sequence[ShardingOption]
@@ -45,17 +46,13 @@ def tables_of_model(plan: GivenPlan, known: Collection[str]) -> dict[str, Any]:
     given, name = tables_of(plan), plan.name if isinstance(plan, SavedPlan) else "the plan"
     unknown = [fqn for fqn in given if fqn not in known]
     if unknown:
-        named = [f"{fqn!r}{nearest(fqn, known)}" for fqn in unknown[:NAMED]]
         raise refused(
             f"{name} shards {_count(unknown)} the planned model does not have, or not on this kind of device: "
-            f"{', '.join(named)}"
+            f"{some_of(unknown, known)}"
         )
     missing = [fqn for fqn in known if fqn not in given]
     if missing:
-        raise refused(
-            f"{name} has no sharding of {_count(missing)} the planned model has: "
-            f"{', '.join(map(repr, missing[:NAMED]))}"
-        )
+        raise refused(f"{name} has no sharding of {_count(missing)} the planned model has: {some_of(missing, ())}")
     return given
 
 
@@ -78,10 +75,7 @@ def as_option(
             unknown.
     """
     sharding = sharding_of(fqn, given, tuple(choices[0].tensor.shape))
-    if sharding.sharding_type not in SHARDING_TYPES:
-        raise refused(
-            f"table {fqn!r}: unknown sharding type {sharding.sharding_type!r}; known are {', '.join(SHARDING_TYPES)}"
-        )
+    spec_of(sharding.sharding_type, fqn)
     rows, dim = choices[0].tensor.shape
     try:
         check_shards(fqn, sharding, rows, dim, world_size)

@@ -12,7 +12,6 @@ from typing import TypeAlias
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import (
-    ParameterConstraints,
     PlannerError,
     PlannerErrorType,
     ShardingOption,
@@ -24,7 +23,6 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner import __version__
 from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
-from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.given_plans import (
     GivenPlan,
     as_option,
@@ -44,7 +42,6 @@ from dreamshard_planner.problem.parts import impossible_types
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import (
     AllowedTypes,
-    PlanningConstraints,
     constraints_by_name,
     planning_constraints,
 )
@@ -102,13 +99,25 @@ class ModelProblem:
         """
         topology = ranks.topology
         check_topology(topology)
-        settings = replace(settings, constraints=constraints_by_name(module, sharders, settings.constraints))
+        tables = shardable_tables(module, sharders)
+        settings = replace(settings, constraints=constraints_by_name(tables, settings.constraints))
         statistics, given = settings.statistics, settings.constraints
-        doubtful = doubtful_inputs(module, sharders, statistics, topology.compute_device, given)
+        doubtful = doubtful_inputs(module, tables, statistics, topology.compute_device, given)
         legal = None
         if settings.placement_rules is not None:
-            legal = LegalRanks.of(settings.placement_rules, shardable_tables(module, sharders), topology, statistics)
-        constraints = planned_constraints(settings, ranks, module, sharders, legal)
+            legal = LegalRanks.of(settings.placement_rules, tables, topology, statistics)
+        allowed = AllowedTypes(
+            topology.compute_device,
+            sharding_types=settings.sharding_types,
+            exact_training=settings.exact_training,
+            optimizers_attached=settings.optimizers_attached,
+            in_groups=ranks.groups > 1,
+            has_ssd=any(device.storage.ssd > 0 for device in topology.devices),
+            legal=legal,
+            ranks=topology.world_size,
+            impossible=impossible_types(topology),
+        )
+        constraints = planning_constraints(tables, given, statistics, allowed)
         reader = OptionReader(
             constraints, statistics, sharders, legal, settings.optimizers_attached, in_groups=ranks.groups > 1
         )
@@ -116,16 +125,7 @@ class ModelProblem:
             settings=settings,
             ranks=ranks,
             skeleton=without_weights(module, sharders),
-            context=PlanRater(
-                topology,
-                reader,
-                ranks.checkpoint,
-                settings.cost_source,
-                constraints,
-                sharders,
-                ranks.sync_ms_per_byte,
-                ranks.all_ranks,
-            ),
+            context=PlanRater(ranks, reader, settings.cost_source, constraints, sharders),
             left=reservation.reserve(
                 topology=topology,
                 batch_size=settings.batch_size,
@@ -136,14 +136,9 @@ class ModelProblem:
             legal=legal,
             reservation=reservation,
             doubtful=doubtful,
-            unused=unused_names(module, sharders, given, statistics),
+            unused=unused_names(module, tables, given, statistics),
             unsharded=tuple(unsharded_modules(module, sharders)),
         )
-
-    @property
-    def constraints(self) -> dict[str, ParameterConstraints]:
-        """Constraints of every table, with the types that exact training, rules and the topology leave."""
-        return self.context.constraints or {}
 
     @property
     def sharders(self) -> Sharders:
@@ -285,11 +280,6 @@ class ModelProblem:
             PlannerErrorType.PLAN_LOADING_FAILED,
         )
 
-    def explained(self, plan: AnyPlan, rank: int | None) -> Explanation:
-        """Explain the time of one rank of a plan, by default of the slowest."""
-        usable, rated = self.context.usable_options(self.search_space), self.rated(plan)
-        return explain(self.context, self.left, rated, usable, self.assumptions(rated.options), rank)
-
     def mixed_exchanges(self, plan: Sequence[ShardingOption]) -> list[str]:
         """Return a text for every exchange in which ranks would send different types."""
         return mixed_exchanges(plan, self.sharders, self.ranks.topology.world_size)
@@ -300,25 +290,6 @@ class ModelProblem:
             return assumptions(self.context, plan, self.settings)
         except PlannerError:  # callbacks changed the plan
             return ()
-
-
-def planned_constraints(
-    settings: PlannerSettings, ranks: PlannedRanks, module: nn.Module, sharders: Sharders, legal: LegalRanks | None
-) -> PlanningConstraints:
-    """Return the constraints of every table under some settings."""
-    topology = ranks.topology
-    allowed = AllowedTypes(
-        topology.compute_device,
-        sharding_types=settings.sharding_types,
-        exact_training=settings.exact_training,
-        optimizers_attached=settings.optimizers_attached,
-        in_groups=ranks.groups > 1,
-        has_ssd=any(device.storage.ssd > 0 for device in topology.devices),
-        legal=legal,
-        ranks=topology.world_size,
-        impossible=impossible_types(topology),
-    )
-    return planning_constraints(module, sharders, settings.constraints, settings.statistics, allowed)
 
 
 def _loaded(plan: AnyPlan) -> GivenPlan:

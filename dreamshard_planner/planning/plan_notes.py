@@ -38,7 +38,7 @@ def assumptions(context: PlanRater, plan: Sequence[ShardingOption], settings: Pl
         *_popularity(context, plan),
         *_batch_size(plan, settings.given_batch_size),
         *_samples(context, plan, settings),
-        *_host_memory(context.topology, plan),
+        *_host_memory(context.ranks.topology, plan),
     )
 
 

@@ -241,8 +241,8 @@ class PlannedRanks:
     def of(
         cls,
         topology: Topology,
-        checkpoint: str | Path | Checkpoint,
-        groups: ShardingGroups | None,
+        checkpoint: str | Path | Checkpoint = "auto",
+        groups: ShardingGroups | None = None,
         hardware: str = "",
     ) -> PlannedRanks:
         """Divide all ranks into sharding groups, if there are any.

@@ -26,7 +26,7 @@ from dreamshard_planner.planning.given_plans import shardings
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.plan_inputs import PlannerSettings
 from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
-from dreamshard_planner.plans.report import Note
+from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.support.documents import Amount, parsed
 from dreamshard_planner.support.files import read_json, write_whole
@@ -40,12 +40,15 @@ SLOWER = 1.05
 
 
 @dataclass(frozen=True)
-class FasterPlan:
-    """An observed plan that takes the place of a slower one."""
+class Replacement:
+    """A plan that takes the place of the searched one."""
 
     options: list[ShardingOption]
     """One option for every table, with ranks."""
     note: Note
+    """The reason, for the report."""
+    searched: ReportEntry | None = None
+    """Cost of the searched plan; None if it was not rated for the comparison."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Remembered:
         """Return the plan that is predicted to be better than the last observed one, if there is one."""
         return self._plan("better.json")
 
-    def faster(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> FasterPlan | None:
+    def faster(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> Replacement | None:
         """Return the fastest observed plan if the given one was observed to be slower; else None."""
         observed, fastest = self._observed(), self._plan("fastest.json")
         if fastest is None:
@@ -124,7 +127,7 @@ class Remembered:
             f"step, and {fast_ms:.1f} before"
         )
         logger.warning("%s", text)
-        return FasterPlan(options, Note("search", text, {"slow_ms": slow_ms, "fast_ms": fast_ms}))
+        return Replacement(options, Note("search", text, {"slow_ms": slow_ms, "fast_ms": fast_ms}))
 
     def remember(
         self,

@@ -409,7 +409,7 @@ def _roll_outs(context: PlanRater, settings: SearchSettings, plans: dict[str, Sh
     """Return a maker of starts by the policy, which adds the cheapest start to ``plans``."""
 
     def starts(cost: Cost, asked: OptionTotals, seconds: float | None) -> list[Sharding]:
-        made = policy_starts(cost, context.checkpoint.policy, asked, seconds, settings.config.effort)
+        made = policy_starts(cost, context.ranks.checkpoint.policy, asked, seconds, settings.config.effort)
         plans["policy"] = made[0] if made else None
         return made
 

@@ -101,7 +101,6 @@ class OptionReader:
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
         self._legal = legal
         self._owners: dict[nn.Module, TableModule] = {}
-        self._unplaced: dict[str, dict[str, str]] = {}
         # Estimator, proposer, partitioner and perf model ask for the same tables one after the other.
         self._tables: dict[tuple[Any, ...], Table] = {}
         self._workloads: dict[tuple[Table, int], Workload] = {}
@@ -252,9 +251,10 @@ class OptionReader:
         )
 
     def _optimizer(self, option: ShardingOption) -> str:
+        """Return FBGEMM's name of the in-backward optimizer of the option's table."""
         if serves(option.compute_kernel):
             return NO_OPTIMIZER
-        return self._shardable(option).optimizer(option.output_dtype)
+        return compat.optimizer_name(option.tensor, self._fused_params(option))
 
     def _feature_names(self, option: ShardingOption) -> list[str]:
         """Return the features of the option's table; unnamed ones if the module has no configs."""
@@ -280,8 +280,7 @@ class OptionReader:
         features, shares, hot, hot_lookups = [], [], hot_rows_of(option), 0.0
         for name, factor, poolings, batch_size in zip(names, pooling_factors, num_poolings, batch_sizes, strict=True):
             feature = self._statistics.get(name) or FeatureStatistics(factor)
-            if reason := self._why_unplaced(option, feature):
-                self._unplaced.setdefault(option.fqn, {})[name] = reason
+            if self._why_unplaced(option, feature):
                 feature = replace(feature, ids=None)
             # Several poolings per sample, or a batch of its own, read the table more (or less) often than the pooling
             # factor says. The histogram still belongs to the lookups that it was taken from.
@@ -338,9 +337,9 @@ class OptionReader:
         own = option.cache_params and option.cache_params.prefetch_pipeline
         return bool(self._fused_params(option).get("prefetch_pipeline") if own is None else own)
 
-    def _why_unplaced(self, option: ShardingOption, feature: FeatureStatistics) -> str | None:
-        """Return why the rows of a feature's known ids are unknown; None if they are known."""
-        if feature.ids is None:
+    def _why_unplaced(self, option: ShardingOption, feature: FeatureStatistics | None) -> str | None:
+        """Return why the rows of a feature's known ids are unknown; None if they are known, or no ids are."""
+        if feature is None or feature.ids is None:
             return None
         if self._shardable(option).owner.remaps_ids:
             return "its ids are mapped to rows as they come (managed collisions, ITEP)"
@@ -363,8 +362,9 @@ class OptionReader:
     def notes(self, plan: Iterable[ShardingOption]) -> tuple[str, ...]:
         """Return assumptions behind the cost of the tables that a plan splits by rows."""
         return tuple(
-            f"row blocks of {fqn_of(option)} are taken to be read alike: feature {feature!r}, {reason}"
+            f"row blocks of {fqn_of(option)} are taken to be read alike: feature {name!r}, {reason}"
             for option in plan
             if type_of(option).splits_rows
-            for feature, reason in self._unplaced.get(option.fqn, {}).items()
+            for name in dict.fromkeys(self._feature_names(option))
+            if (reason := self._why_unplaced(option, self._statistics.get(name)))
         )

@@ -11,12 +11,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS, GUARDED_SHARDING_TYPES_FOR_FP_MODULES
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dreamshard_planner.search_space.input_checks import check_constraint, check_per_feature, check_shared, per_feature
@@ -25,7 +23,6 @@ from dreamshard_planner.search_space.modules import (
     exchange_codecs,
     is_mean,
     output_type,
-    shardable_tables,
 )
 from dreamshard_planner.search_space.options import refused, tower_refused
 from dreamshard_planner.search_space.placement_rules import LegalRanks
@@ -55,6 +52,8 @@ UNEVEN_OUTPUTS = (
     "table's constraint)"
 )
 """Reason against types that leave some rank without the table, if it puts out another type than float32."""
+CONSENT = "(name it in the table's constraint, or plan with exact_training=False)"
+"""End of the reasons of exact training."""
 DEFAULT = "*"
 """Key of the constraint of all tables without one of their own."""
 
@@ -148,10 +147,7 @@ class AllowedTypes:
             self._offers(table, kind, constraint) and not inexact(kind, facts) for kind in SHARDING_TYPES
         )
         if self.exact_training and named is None and not nothing_else:
-            left_out |= {
-                kind: f"{why} (name it in the table's constraint, or plan with exact_training=False)"
-                for kind, why in differ.items()
-            }
+            left_out |= {kind: f"{why} {CONSENT}" for kind, why in differ.items()}
         for kind, spec in SHARDING_TYPES.items():
             if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
                 left_out[kind] = f"it runs as {spec.runs_as}"
@@ -205,9 +201,7 @@ def constraint_of(constraints: Mapping[str, ParameterConstraints], name: str, fq
 
 
 def constraints_by_name(
-    module: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
-    constraints: Mapping[str, ParameterConstraints] | None,
+    tables: Iterable[ShardableTable], constraints: Mapping[str, ParameterConstraints] | None
 ) -> dict[str, ParameterConstraints] | None:
     """Return the constraints by the tables' own names, as TorchRec looks them up. Keys of no table stay as they are.
 
@@ -216,7 +210,6 @@ def constraints_by_name(
     """
     if not constraints:
         return None if constraints is None else {}
-    tables = shardable_tables(module, sharders)
     used = {DEFAULT} | {table.fqn for table in tables}
     found = {key: one for key, one in constraints.items() if key not in used}
     first: dict[str, ShardableTable] = {}
@@ -234,8 +227,7 @@ def constraints_by_name(
 
 
 def planning_constraints(
-    module: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
+    tables: Sequence[ShardableTable],
     constraints: Mapping[str, ParameterConstraints] | None,
     statistics: TableStatistics | None,
     allowed: AllowedTypes,
@@ -245,8 +237,7 @@ def planning_constraints(
     A feature's pooling factor comes from ``statistics``, else from the constraint, else from TorchRec's default.
 
     Args:
-        module: the model.
-        sharders: its sharders.
+        tables: of the model.
         constraints: of the user, by table name.
         statistics: per feature.
         allowed: types for any table.
@@ -255,7 +246,6 @@ def planning_constraints(
         PlannerError: no type is left for a table, a number is impossible, lengths do not match the features, or a table
             is in an embedding tower.
     """
-    tables = shardable_tables(module, sharders)
     for table in tables:
         if isinstance(table.module, EmbeddingTower | EmbeddingTowerCollection):
             raise tower_refused(table.fqn)

@@ -20,14 +20,12 @@ from torchrec.distributed.planner.types import (
     Shard,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
     output_type,
-    shardable_tables,
     table_configs,
 )
 from dreamshard_planner.search_space.options import refused
@@ -165,7 +163,7 @@ def _is_finite(value: Any) -> bool:
 
 def unused_names(
     module: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
+    tables: Sequence[ShardableTable],
     constraints: Mapping[str, ParameterConstraints] | None,
     statistics: TableStatistics | None,
 ) -> tuple[str, ...]:
@@ -174,16 +172,15 @@ def unused_names(
     Raises:
         StatisticsError: no statistics are for a feature of the model.
     """
-    tables = shardable_tables(module, sharders)
     features = [feature for table in tables for feature in table.feature_names]
     of_statistics = None if statistics is None or not tables else statistics.unused(features)
-    of_constraints = _constraints_of_others(module, sharders, constraints, every=False)
+    of_constraints = _constraints_of_others(module, tables, constraints, every=False)
     return tuple(text for text in (of_statistics, of_constraints) if text is not None)
 
 
 def _constraints_of_others(
     module: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
+    tables: Sequence[ShardableTable],
     constraints: Mapping[str, ParameterConstraints] | None,
     every: bool,
 ) -> str | None:
@@ -192,7 +189,7 @@ def _constraints_of_others(
     Args:
         every: True to tell only if no constraint matches, False only if some match.
     """
-    known = {table.name for table in shardable_tables(module, sharders)} | table_configs(module).keys()
+    known = {table.name for table in tables} | table_configs(module).keys()
     known |= {f"{path}.{name}" for path, child in module.named_modules() for name in table_configs(child, deep=False)}
     unknown = [name for name in constraints or {} if name not in known]
     if not unknown or not known or every != (len(unknown) == len(constraints or {})):
@@ -205,7 +202,7 @@ def _constraints_of_others(
 
 def doubtful_inputs(
     module: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
+    tables: Sequence[ShardableTable],
     statistics: TableStatistics | None,
     compute_device: str,
     constraints: Mapping[str, ParameterConstraints] | None = None,
@@ -215,9 +212,8 @@ def doubtful_inputs(
     These are dims that kernels refuse or that are too large, ids beyond a table's rows, constraints of which none is
     for a table of the model, and tables whose constraint names another device.
     """
-    of_others = _constraints_of_others(module, sharders, constraints, every=True)
+    of_others = _constraints_of_others(module, tables, constraints, every=True)
     found = [] if of_others is None else [of_others]
-    tables = shardable_tables(module, sharders)
     groups = {name: one.device_group or compute_device for name, one in (constraints or {}).items()}
     for table in tables:
         if (group := groups.get(table.name, compute_device)) != compute_device:

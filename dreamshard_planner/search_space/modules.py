@@ -185,10 +185,6 @@ class ShardableTable:
         """Names of its features; empty if the module has no configs."""
         return () if self.config is None else tuple(self.config.feature_names)
 
-    def optimizer(self, output_dtype: DataType | None = None) -> str:
-        """Return FBGEMM's name of its in-backward optimizer."""
-        return optimizer_name(self.parameter, self.owner.fused_params(output_dtype))
-
     @property
     def quantized(self) -> Quantized | None:
         """Storage of a quantized table; None for tables that are trained."""

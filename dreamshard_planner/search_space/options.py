@@ -240,12 +240,14 @@ def fqn_of(option: ShardingOption) -> str:
 
 def type_of(option: ShardingOption) -> ShardingTypeSpec:
     """Return the row of the option's sharding type; PlannerError if it is unknown."""
-    if option.sharding_type not in SHARDING_TYPES:
-        raise refused(
-            f"table {fqn_of(option)!r}: unknown sharding type {option.sharding_type!r}; known are "
-            f"{', '.join(SHARDING_TYPES)}"
-        )
-    return SHARDING_TYPES[option.sharding_type]
+    return spec_of(option.sharding_type, fqn_of(option))
+
+
+def spec_of(sharding_type: str, fqn: str) -> ShardingTypeSpec:
+    """Return the row of a sharding type; PlannerError, naming the table, if it is unknown."""
+    if sharding_type not in SHARDING_TYPES:
+        raise refused(f"table {fqn!r}: unknown sharding type {sharding_type!r}; known are {', '.join(SHARDING_TYPES)}")
+    return SHARDING_TYPES[sharding_type]
 
 
 def hot_rows_of(option: ShardingOption) -> HotRows | None:

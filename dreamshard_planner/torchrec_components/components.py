@@ -22,8 +22,8 @@ from torchrec.distributed.planner.types import (
 )
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.planning.context import PlanRater, RatedPlan
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import Deadline, portion
@@ -57,9 +57,7 @@ def rater(
         statistics: per feature; they take precedence over the constraints' pooling factors.
         checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
     """
-    if not isinstance(checkpoint, Checkpoint):
-        checkpoint = resolve_for(topology, checkpoint)
-    return PlanRater(topology, OptionReader(constraints, statistics), checkpoint)
+    return PlanRater(PlannedRanks.of(topology, checkpoint), OptionReader(constraints, statistics))
 
 
 class DreamShardEstimator(ShardEstimator):

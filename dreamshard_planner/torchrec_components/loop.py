@@ -25,8 +25,8 @@ from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
 from dreamshard_planner.hot_rows.index_dedup import dedup_notes
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.plan_notes import knows_lookups
-from dreamshard_planner.planning.remembered import Remembered
-from dreamshard_planner.planning.result import PlanResult, SearchRecord
+from dreamshard_planner.planning.remembered import Remembered, Replacement
+from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.planning.search_plan import SearchSettings
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry, noted
@@ -44,48 +44,36 @@ LEAST_GAIN = 0.03
 """Share of TorchRec's predicted cost that a searched plan must gain if lookups per sample are guessed."""
 
 
-@dataclass(frozen=True)
-class BaselineFallback:
-    """TorchRec's plan, taken because the searched plan is predicted to gain less than costs can tell.
+def kept_baseline(
+    model: ModelProblem, plan: Sequence[ShardingOption], theirs: Sequence[ShardingOption] | None
+) -> Replacement | None:
+    """Return TorchRec's plan if the searched one is predicted to gain less than costs can tell; else None.
 
     Without statistics both planners assume one lookup per sample of each feature. Plans that these costs rate alike
     then differ in steps by chance, either way: see ``benchmarks/results/training-steps.md``.
+
+    Args:
+        model: the planned one.
+        plan: the searched plan.
+        theirs: TorchRec's plan; None without one that fits.
     """
-
-    options: list[ShardingOption]
-    """TorchRec's plan, with ranks."""
-    searched: ReportEntry
-    note: Note
-    """For the report."""
-
-    @classmethod
-    def of(
-        cls, model: ModelProblem, plan: Sequence[ShardingOption], theirs: Sequence[ShardingOption] | None
-    ) -> BaselineFallback | None:
-        """Return the fallback; None if the searched plan gains enough, or is TorchRec's own.
-
-        Args:
-            model: the planned one.
-            plan: the searched plan.
-            theirs: TorchRec's plan; None without one that fits.
-        """
-        settings = model.settings
-        guessed = settings.cost_source != "torchrec" and not knows_lookups(model.context, plan, settings)
-        least = (LEAST_GAIN if guessed else 0.0) if settings.least_gain is None else settings.least_gain
-        if theirs is None or least == 0.0 or signatures(theirs) == signatures(plan):
-            return None
-        baseline, searched = model.rated(theirs), model.rated(plan)
-        gain = 1 - searched.total_ms / max(baseline.total_ms, 1e-9)
-        if gain >= least:
-            return None
-        text = (
-            f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * gain):.2f} %, less "
-            f"than the {100 * least:.3g} % of least_gain"
-        )
-        if settings.least_gain is None:
-            text += ", since lookups per sample are guessed; statistics would tell which plan is better"
-        note = Note("search", text, {"gain": gain, "least_gain": least})
-        return cls(baseline.options, ReportEntry.of("searched", searched.costs), note)
+    settings = model.settings
+    guessed = settings.cost_source != "torchrec" and not knows_lookups(model.context, plan, settings)
+    least = (LEAST_GAIN if guessed else 0.0) if settings.least_gain is None else settings.least_gain
+    if theirs is None or least == 0.0 or signatures(theirs) == signatures(plan):
+        return None
+    baseline, searched = model.rated(theirs), model.rated(plan)
+    gain = 1 - searched.total_ms / max(baseline.total_ms, 1e-9)
+    if gain >= least:
+        return None
+    text = (
+        f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * gain):.2f} %, less "
+        f"than the {100 * least:.3g} % of least_gain"
+    )
+    if settings.least_gain is None:
+        text += ", since lookups per sample are guessed; statistics would tell which plan is better"
+    note = Note("search", text, {"gain": gain, "least_gain": least})
+    return Replacement(baseline.options, note, ReportEntry.of("searched", searched.costs))
 
 
 Signatures: TypeAlias = dict[str, tuple[Hashable, tuple[int | None, ...]]]
@@ -195,8 +183,7 @@ class SearchLoop:
     ) -> None:
         context, settings = model.context, model.settings
         self._model, self._given, self._falls_back, self._remembered = model, given, falls_back, remembered
-        self._replaced: tuple[Note, ...] = ()
-        self._fallback: BaselineFallback | None = None
+        self._replacements: list[Replacement] = []
         self.hot_rows: HotRowsChoice | None = None
         self._placed: Signatures = {}
         """Signatures of the plan before the user's callbacks."""
@@ -245,13 +232,9 @@ class SearchLoop:
             plan = self._loader.options
         elif self._given == GivenComponents():
             if self._falls_back and self._proposer is not None and self._proposer.found is not None:
-                self._fallback = BaselineFallback.of(self.model, plan, self._proposer.found.baseline)
-            if self._fallback is not None:
-                plan = self._fallback.options
-                self.enumerator.populate_estimates(plan)  # by our costs, as of other plans
-            if self._remembered is not None and (faster := self._remembered.faster(self.model, plan)) is not None:
-                plan, self._replaced = faster.options, (faster.note,)
-                self.enumerator.populate_estimates(plan)
+                plan = self._replaced(plan, kept_baseline(self.model, plan, self._proposer.found.baseline))
+            if self._remembered is not None:
+                plan = self._replaced(plan, self._remembered.faster(self.model, plan))
         elif self._ours is not None and self._ours.placed is not None:
             plan = self._searched_again(plan, self._ours)
         if self._model.settings.hot_rows_bytes and self._loader is None:
@@ -263,6 +246,14 @@ class SearchLoop:
         self._placed = signatures(plan)
         return plan
 
+    def _replaced(self, plan: list[ShardingOption], other: Replacement | None) -> list[ShardingOption]:
+        """Return the plan, or the other one that takes its place."""
+        if other is None:
+            return plan
+        self._replacements.append(other)
+        self.enumerator.populate_estimates(other.options)  # by our costs, as of other plans
+        return other.options
+
     def result(self, plan: Sequence[ShardingOption], proposals: int) -> PlanResult:
         """Return the result of the loop.
 
@@ -271,7 +262,7 @@ class SearchLoop:
             proposals: number of partitioned proposals; 0 if the plan was loaded.
         """
         if self._loader is not None:
-            return PlanResult.of(self.model, plan, SearchRecord(loaded=self._loader.loaded))
+            return PlanResult.of(self.model, plan, loaded=self._loader.loaded)
         found = None if self._proposer is None else self._proposer.found
         ours = self._ours if proposals else None
         searched = None if ours is None else found or ours.placed
@@ -282,9 +273,7 @@ class SearchLoop:
             notes += noted("search", [how if found else f"{how}; no other was searched for"])
         elif found is not None and found.torchrec is not None:
             notes += found.torchrec.notes()
-        if self._fallback is not None:
-            notes.append(self._fallback.note)
-        notes += self._replaced
+        notes += [other.note for other in self._replacements]
         if self.hot_rows is not None:
             notes.append(self.hot_rows.note())
         notes += dedup_notes(self.model, plan)
@@ -301,18 +290,16 @@ class SearchLoop:
                 f"here: {proposals} proposals"
             )
             notes.append(Note("search", text))
-        record = SearchRecord(
-            notes=tuple(notes),
-            rivals=(
-                *(() if searched is None else searched.rivals),
-                *(() if self._fallback is None else [self._fallback.searched]),
-            ),
+        rivals = [one.searched for one in self._replacements if one.searched is not None]
+        return PlanResult.of(
+            self.model,
+            plan,
+            notes=notes,
+            rivals=(*(() if searched is None else searched.rivals), *rivals),
             result=None if searched is None else searched.result,
             is_placed=ours is not None,
             is_changed=is_changed,
-            excludes=ours is not None and self._given.enumerator is None and self._model.settings.exact_training,
         )
-        return PlanResult.of(self.model, plan, record)
 
     def _searched_again(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
         """Return the best of many quickly placed proposals with ranks by all of the search; unchanged if the

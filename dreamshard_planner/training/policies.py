@@ -22,6 +22,7 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, set_work, work_limits
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.policy.network import Policy, roll_out
 from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
@@ -121,7 +122,7 @@ def _read(
     model, sharders = nn.Module(), get_default_sharders()
     model.sparse = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     reader = OptionReader(statistics=TableStatistics(statistics), sharders=sharders)
-    context = PlanRater(topology, reader, checkpoint, sharders=sharders)
+    context = PlanRater(PlannedRanks.of(topology, checkpoint), reader, sharders=sharders)
     options = context.enumerator(batch_size, _Unrated()).enumerate(model, sharders)
     read = context.read(context.usable_options(options))
     return read, context.cost(read)

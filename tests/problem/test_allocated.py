@@ -29,8 +29,8 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from torchrec.distributed.types import CacheParams, KeyValueParams
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
-from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from tests.small_models import collection, table
@@ -50,7 +50,7 @@ def options(given: ParameterConstraints, data_type: DataType = DataType.FP32, **
     given.pooling_factors = [0.0]
     constraints = PlanningConstraints({"t": given})
     reader = OptionReader(constraints, sharders=sharders)
-    context = PlanRater(GPUS, reader, resolve_for(GPUS, "auto"), "torchrec", constraints, sharders)
+    context = PlanRater(PlannedRanks.of(GPUS), reader, "torchrec", constraints, sharders)
     return context.enumerator(64, None).enumerate(model, sharders)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_models import output_bytes_P
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, set_ec_index_dedup
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -20,9 +21,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm.job import EveryTypeSharder
 from dreamshard_planner import TableStatistics
-from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.workload.features import FEATURE_INDEX
@@ -38,7 +39,7 @@ def read(model, sharder, statistics=None, device="cpu", **constraint) -> tuple[l
     constraints = {"t": ParameterConstraints(**constraint)}
     options = EmbeddingEnumerator(topology, SAMPLES, constraints).enumerate(model, [sharder])
     reader = OptionReader(constraints, statistics, [sharder])
-    context = PlanRater(topology, reader, resolve("auto", device), "roofline")
+    context = PlanRater(PlannedRanks.of(topology), reader, "roofline")
     return reader.workloads(options, topology), context.read(options)
 
 
@@ -129,7 +130,7 @@ def test_index_dedup_asks_for_a_row_once_per_rank(by_global: bool) -> None:
     block = ROWS // RANKS
     expected = (torch.bincount(sent_N // block, minlength=RANKS) * DIM * 4 / RANKS).tolist()
     (unit,) = row_wise.units
-    bytes_B = found.problem.output_bytes_P[list(unit.parts)].tolist()
+    bytes_B = output_bytes_P(found.problem)[list(unit.parts)].tolist()
     assert bytes_B == pytest.approx(expected, rel=0.1, abs=0.01 * sum(expected))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import SHARDERS, TABLE_WISE, collection, planner, rater, table, topology
+from small_models import SHARDERS, TABLE_WISE, collection, output_bytes_P, planner, rater, table, topology
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -15,13 +15,15 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
-from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
+from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
+WHOLE_ALONE = AllowedTypes("cpu", ("table_wise",))
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
@@ -30,7 +32,7 @@ def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -
     model.sparse = collection(table("a", features=3), table("b", features=2), table("c"))
     given = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0, 4.0]), "b": ParameterConstraints()}
     statistics = TableStatistics({"a_f1": FeatureStatistics(30.0), "c_f0": FeatureStatistics(0.0)})
-    expanded = planning_constraints(model, SHARDERS, given, statistics, AllowedTypes("cpu", ("table_wise",)))
+    expanded = planning_constraints(shardable_tables(model, SHARDERS), given, statistics, WHOLE_ALONE)
     assert expanded["a"].pooling_factors == [2.0, 30.0, 4.0]
     assert expanded["b"].pooling_factors == [1.0, 1.0]
     assert expanded["c"].pooling_factors == [0.0]
@@ -71,7 +73,7 @@ def test_tables_of_one_name_share_their_sharding_types() -> None:
     sharders = [*SHARDERS, EmbeddingCollectionSharder()]
     rules = {"t": ParameterConstraints(sharding_types=["table_column_wise", "row_wise"])}  # one for each
     with pytest.raises(PlannerError, match="no sharding type is left for table 'a.t' and 'b.t'") as caught:
-        planning_constraints(model, sharders, rules, None, AllowedTypes("cpu"))
+        planning_constraints(shardable_tables(model, sharders), rules, None, AllowedTypes("cpu"))
     assert "row_wise" in str(caught.value) and "table_column_wise" in str(caught.value)
 
 
@@ -82,7 +84,7 @@ def test_options_become_workloads() -> None:
     )
     model.weighted = collection(table("d", dim=32), weighted=True)
     constraints = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 3.0], batch_sizes=[64, 16])}
-    expanded = planning_constraints(model, SHARDERS, constraints, None, AllowedTypes("cpu", ("table_wise",)))
+    expanded = planning_constraints(shardable_tables(model, SHARDERS), constraints, None, WHOLE_ALONE)
     options = EmbeddingEnumerator(topology(4), batch_size=64, constraints=expanded).enumerate(model, SHARDERS)
     reader = OptionReader(expanded, None, SHARDERS)
     by_name = {workload.name: workload for workload in reader.workloads(options, topology(4))}
@@ -93,14 +95,14 @@ def test_options_become_workloads() -> None:
     assert shared.output_elements == pytest.approx(4 * 64 * 1.75 * 16)
     assert by_name["plain.b"].weight_bytes == 2 and by_name["plain.a"].weight_bytes == 4
     assert by_name["weighted.d"].weighted and not shared.weighted
-    problem = PlanRater(topology(4), reader, resolve("auto", "cpu")).read(options).problem
+    problem = PlanRater(PlannedRanks.of(topology(4)), reader).read(options).problem
     group = dict(zip(problem.names, problem.group_P.tolist(), strict=True))
     # Precision, pooling and weightedness each make a kernel of their own.
     assert problem.num_groups == 4 and len(set(group.values())) == 4
     row = problem.features_PF[problem.names.index("weighted.d")]
     assert row[FEATURE_INDEX["dim"]] == 32 and row[FEATURE_INDEX["weighted"]] == 1
     # One rank's batch of pooled vectors of 16 floats.
-    assert problem.output_bytes_P[problem.names.index("plain.a")] == 64 * 1.75 * 16 * 4
+    assert output_bytes_P(problem)[problem.names.index("plain.a")] == 64 * 1.75 * 16 * 4
     # An all-to-all for each module, and one of its lookups.
     assert [c.name for c in problem.collectives.collectives] == [
         "weighted table_wise all-to-all",
@@ -118,9 +120,9 @@ def test_options_become_workloads() -> None:
 
 
 def workloads_and_problem(model: nn.Module, sharders, constraints=None):
-    expanded = planning_constraints(model, sharders, constraints, None, AllowedTypes("cpu", ("table_wise",)))
+    expanded = planning_constraints(shardable_tables(model, sharders), constraints, None, WHOLE_ALONE)
     options = EmbeddingEnumerator(topology(), batch_size=64, constraints=expanded).enumerate(model, sharders)
-    context = PlanRater(topology(), OptionReader(expanded, None, sharders), resolve("auto", "cpu"))
+    context = PlanRater(PlannedRanks.of(topology()), OptionReader(expanded, None, sharders))
     return context.reader.workloads(options, topology()), context.read(options).problem
 
 
@@ -145,7 +147,7 @@ def test_bytes_on_the_wire_are_what_is_sent() -> None:
 
     def output_bytes(sharders, **constraint) -> float:
         _, problem = workloads_and_problem(model, sharders, {"t0": ParameterConstraints(**constraint)})
-        return float(problem.output_bytes_P)
+        return float(output_bytes_P(problem))
 
     config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
     quantized = EmbeddingBagCollectionSharder(

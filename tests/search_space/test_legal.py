@@ -18,6 +18,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
+from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.sharding_types import ELEMENTWISE_OPTIMIZERS
 from dreamshard_planner.torchrec_components.compat import optimizer_name
 
@@ -59,8 +60,8 @@ def test_modules_that_bring_an_optimizer_train_with_it(optimizer: type, exact: b
     """Their tables have no mark of it; data-parallel does not take it away."""
     tables, sharders = [table("t", 100, 512)], [FusedEmbeddingBagCollectionSharder()]
     module = FusedEmbeddingBagCollection(tables, optimizer, {"lr": 0.1}, device=torch.device("meta"))
-    types = planning_constraints(module, sharders, None, None, AllowedTypes("cuda"))["t"].sharding_types
-    assert ("column_wise" in types) == exact
+    known = planning_constraints(shardable_tables(module, sharders), None, None, AllowedTypes("cuda"))
+    assert ("column_wise" in known["t"].sharding_types) == exact
     named = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

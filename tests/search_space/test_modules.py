@@ -30,7 +30,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner.search_space.input_checks import doubtful_inputs
-from dreamshard_planner.search_space.modules import exchange_codecs, without_weights
+from dreamshard_planner.search_space.modules import exchange_codecs, shardable_tables, without_weights
 from dreamshard_planner.search_space.sharding_types import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS
 from dreamshard_planner.torchrec_components.compat import sharder_of_tables
 from tests.counted import counted
@@ -73,10 +73,12 @@ def test_sharders_around_a_sharder_are_read_as_it() -> None:
 def test_ids_that_itep_maps_to_rows_are_not_doubted() -> None:
     inside = collection(table("t", 10_000))
     statistics = counted({"t_f0": (torch.full((64,), 10), torch.arange(20_000)[-640:])}, 64)
-    doubts = doubtful_inputs(nn.Sequential(inside), SHARDERS, statistics, "cuda")
+    model = nn.Sequential(inside)
+    doubts = doubtful_inputs(model, shardable_tables(model, SHARDERS), statistics, "cuda")
     assert [doubt for doubt in doubts if "10,000 rows" in doubt]
     pruned = nn.Sequential(ITEPEmbeddingBagCollection(inside, GenericITEPModule({"t": 20_000})))
-    assert doubtful_inputs(pruned, [ITEPEmbeddingBagCollectionSharder()], statistics, "cuda") == ()
+    tables = shardable_tables(pruned, [ITEPEmbeddingBagCollectionSharder()])
+    assert doubtful_inputs(pruned, tables, statistics, "cuda") == ()
 
 
 def managed(buckets: int = 2) -> nn.Module:
@@ -155,12 +157,13 @@ def test_tables_that_cpu_kernels_cannot_train_are_warned_of(
 ) -> None:
     model = collection(table("t", data_type=data_type))
     apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
-    assert doubtful_inputs(model, SHARDERS, None, "cuda") == ()
-    doubts = doubtful_inputs(model, SHARDERS, None, "cpu")
+    assert doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cuda") == ()
+    doubts = doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cpu")
     assert len(doubts) == (says is not None)
     assert all("table 't' has" in doubt and str(says) in doubt for doubt in doubts)
     replicated = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
-    assert len(doubtful_inputs(model, SHARDERS, None, "cpu", replicated)) == (data_type is DataType.BF16)
+    doubts = doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cpu", replicated)
+    assert len(doubts) == (data_type is DataType.BF16)
 
 
 def test_facts_on_cpu_kernels_are_those_of_this_fbgemm() -> None:
@@ -188,6 +191,6 @@ def test_outputs_that_cpu_kernels_cannot_give_are_warned_of(by_sharder: bool) ->
     params = {"output_dtype": SparseType.BF16 if by_sharder else SparseType.FP16}
     sharders = [EmbeddingBagCollectionSharder(fused_params=params)]
     constraints = {} if by_sharder else {"t": ParameterConstraints(output_dtype=DataType.BF16)}
-    assert doubtful_inputs(model, sharders, None, "cuda", constraints) == ()
-    (doubt,) = doubtful_inputs(model, sharders, None, "cpu", constraints)
+    assert doubtful_inputs(model, shardable_tables(model, sharders), None, "cuda", constraints) == ()
+    (doubt,) = doubtful_inputs(model, shardable_tables(model, sharders), None, "cpu", constraints)
     assert "table 't' has outputs of bfloat16, and FBGEMM's fused kernels on CPUs give float32 and float16" in doubt
