@@ -54,6 +54,7 @@ from dreamshard_planner.workload.tables import (
     MAX_BATCH_SIZE,
     NO_OPTIMIZER,
     OPTIMIZERS,
+    STATE_BYTES,
     FeatureStatistics,
     States,
     Table,
@@ -117,10 +118,6 @@ class TableSharding:
         cached = "" if self.cache_load_factor is None else f" of load factor {self.cache_load_factor:.3g}"
         hot = f" with {len(self.hot_rows):,} hot rows" if self.hot_rows else ""
         return f"{sharding_in_words(self.sharding_type, self.kernel)}{cached} on {ranks}{hot}"
-
-
-STATE_BYTES = 4
-"""FBGEMM keeps states in fp32, also of tables in fp16."""
 
 
 Weights = TypeVar("Weights", int, np.ndarray)

@@ -17,7 +17,7 @@ from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, S
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.options import counted, hot_rows_of, type_of
 from dreamshard_planner.search_space.sharding_types import KERNELS
-from dreamshard_planner.workload.tables import OPTIMIZERS, Table
+from dreamshard_planner.workload.tables import OPTIMIZERS, STATE_BYTES, Table
 
 CACHE_SET_ROWS = 32
 """Rows of one set of a cache: FBGEMM's caches have whole sets."""
@@ -25,8 +25,6 @@ SLOT_BYTES = 16
 """Id and time of use of one cached row, 8 bytes each."""
 EVICTED_BYTES = 12
 """Id and slot of one row on its way to a key-value store, 8 and 4 bytes."""
-_STATE_BYTES = 4
-"""Bytes of one optimizer state, fp32 beside weights of any type."""
 _PRECISION_BYTES = {"FP32": 4, "FP16": 2, "NFP8": 2}
 _ROW_COUNTERS = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
 """Values per row that row-wise Adagrad keeps for modes of weight decay."""
@@ -105,12 +103,12 @@ def allocated_bytes(name: str, table: Table, size: tuple[int, ...], params: Mapp
         return 0, 0
     states = OPTIMIZERS[table.optimizer]
     weights = rows * dim * table.weight_bytes
-    per_weight = float(states.per_weight) * rows * dim * _STATE_BYTES
-    per_row = float(states.per_row + _row_counters(table.optimizer, params)) * rows * _STATE_BYTES
+    per_weight = float(states.per_weight) * rows * dim * STATE_BYTES
+    per_row = float(states.per_row + _row_counters(table.optimizer, params)) * rows * STATE_BYTES
     slot_bytes = SLOT_BYTES + (4 if params.get("prefetch_pipeline") else 0)  # rows in use are locked by a counter
     if kernel.store:
         # Row-wise Adagrad is the default optimizer here; Adam counts its steps per row.
-        row_states = max(per_row / rows, _STATE_BYTES)
+        row_states = max(per_row / rows, STATE_BYTES)
         row_bytes = dim * table.weight_bytes
         slots = max(int(table.cache_load_factor * rows / CACHE_SET_ROWS), 1) * CACHE_SET_ROWS
         if (most_mb := params.get("max_l1_cache_size")) is not None:
@@ -125,7 +123,7 @@ def allocated_bytes(name: str, table: Table, size: tuple[int, ...], params: Mapp
         return math.ceil(weights + per_weight + per_row - moved), math.ceil(moved)
     device, host = per_row, weights + per_weight
     if params.get("enforce_hbm"):  # moves all but the second state per weight
-        left = max(0, states.per_weight - 1) * rows * dim * _STATE_BYTES
+        left = max(0, states.per_weight - 1) * rows * dim * STATE_BYTES
         device, host = device + host - left, left
     if kernel.memory == "uvm_caching":
         slots = max(math.ceil(int(table.cache_load_factor * rows) / CACHE_SET_ROWS), 1) * CACHE_SET_ROWS

@@ -42,7 +42,7 @@ from dreamshard_planner.search_space.sharding_types import (
     serves,
 )
 from dreamshard_planner.torchrec_components import compat
-from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Table, Workload
+from dreamshard_planner.workload.tables import INDEX_BYTES, OPTIMIZERS, OUTPUT_BYTES, STATE_BYTES, Table, Workload
 
 HOT_LOOKUP_PASSES = 5
 """Passes of an embedding's bytes through memory, for a lookup of a hot row: gather, its gradient, sum by row."""
@@ -96,8 +96,9 @@ class Part:
         work = self.workload
         if fuses_as(self.option.compute_kernel) != FUSED:
             return 0.0
-        states = {"sgd": 0, "adagrad": work.dim}.get(work.optimizer, 1)
-        return work.rows * (work.dim * work.weight_bytes + states * OUTPUT_BYTES)
+        states = OPTIMIZERS[work.optimizer]
+        values = states.per_weight * work.dim + states.per_row
+        return work.rows * (work.dim * work.weight_bytes + values * STATE_BYTES)
 
 
 @dataclass(frozen=True)

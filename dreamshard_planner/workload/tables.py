@@ -35,6 +35,8 @@ OPTIMIZERS = {
     "other": States(0, 1),
 }
 """Fused optimizers that the cost models tell apart; ``other`` is costed like row-wise Adagrad."""
+STATE_BYTES = 4
+"""Bytes of one optimizer state: fp32 beside weights of any type."""
 NO_OPTIMIZER = "none"
 _ALIKE = {
     NO_OPTIMIZER: "sgd",

@@ -17,6 +17,8 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim import PartialRowWiseAdam, RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm.job import EveryTypeSharder
@@ -170,3 +172,22 @@ def test_prefetching_is_read_as_torchrec_does(own: bool | None, fused: bool | No
     expected = bool(fused) if own is None else own
     assert workload.prefetched == expected
     assert float(found.problem.features_PF[0, FEATURE_INDEX["cache_prefetched"]]) == expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "values_per_row"),
+    [
+        (torch.optim.SGD, 32),
+        (RowWiseAdagrad, 32 + 1),
+        (torch.optim.Adagrad, 2 * 32),
+        (torch.optim.Adam, 3 * 32),
+        (PartialRowWiseAdam, 2 * 32 + 1),
+    ],
+)
+def test_weights_and_all_states_are_averaged_with_replicas(optimizer: type, values_per_row: int) -> None:
+    """A row has 32 weights, and the states of its optimizer, each of 4 bytes."""
+    model = bag_model()
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    kinds = {"sharding_types": ["table_wise"], "compute_kernels": ["fused"]}
+    _, found = read(model, EmbeddingBagCollectionSharder(), None, "cuda", **kinds)
+    assert [part.synced_bytes for part in found.parts] == [ROWS * values_per_row * 4]
