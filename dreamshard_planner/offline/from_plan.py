@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import dtype_to_data_type
 from dreamshard_planner.devices import GPUS, Machine, gpu_of
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
-from dreamshard_planner.planning.plan_inputs import PlannerSettings, topology_arguments
+from dreamshard_planner.planning.plan_inputs import SAVED, SAVED_IF_GIVEN, PlannerSettings, topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
 from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
@@ -28,11 +28,6 @@ from dreamshard_planner.workload.tables import NO_OPTIMIZER
 
 IN_WORDS = ("stats",)
 """Cache parameters that a file describes in words, unused offline."""
-PLANNERS = (
-    "sharding_types", "exact_training", "optimizers_attached", "seed", "effort", "cost_source", "least_gain",
-    "hot_rows_bytes", "vocabulary"
-)  # fmt: skip
-"""Settings with the names of the planner's arguments."""
 
 
 def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
@@ -166,7 +161,9 @@ def _reserve(saved: SavedPlan) -> float | None:
 def _settings(saved: SavedPlan) -> dict[str, Any]:
     """Return the planner's arguments that a file has; PlanError for a value that the planner does not take."""
     told, rules = saved.inputs.settings, saved.inputs.placement_rules
-    found = {name: _checked(saved, name, told[name], _check_setting) for name in PLANNERS if name in told}
+    found = {
+        name: _checked(saved, name, told[name], _check_setting) for name in (*SAVED, *SAVED_IF_GIVEN) if name in told
+    }
     if (groups := told.get("sharding_groups")) is not None:
         found["sharding_groups"] = _checked(saved, "sharding_groups", groups, lambda _, given: ShardingGroups(**given))
     if rules:

@@ -128,6 +128,12 @@ class PlannerSettings:
         return EFFORTS[self.effort]
 
 
+SAVED = ("cost_source", "sharding_types", "exact_training", "optimizers_attached", "seed")
+"""Settings in every plan file, by which its job is planned again."""
+SAVED_IF_GIVEN = ("effort", "least_gain", "hot_rows_bytes", "vocabulary")
+"""Further such settings, which a plan file lacks if they have their default, as files of earlier releases do."""
+
+
 class DefaultReservation(HeuristicalStorageReservation):
     """TorchRec's default reservation, with the size of the dense layers that TorchRec's warning asks for."""
 
@@ -173,18 +179,15 @@ def plan_inputs(
         placement_rules={} if settings.placement_rules is None else settings.placement_rules.to_dict(),
         statistics=None if settings.statistics is None else digest(statistics_for_file(settings.statistics)),
         settings={
-            "cost_source": settings.cost_source,
             "checkpoint": f"{checkpoint.name} {checkpoint.digest()[:12]}",
-            "sharding_types": plain(settings.sharding_types),
-            "exact_training": settings.exact_training,
-            "optimizers_attached": settings.optimizers_attached,
             "storage_reservation": type(reservation).__name__,
-            "seed": settings.seed,
             "search_seconds": settings.search_seconds,
-            **({} if settings.sharding_groups is None else {"sharding_groups": plain(settings.sharding_groups)}),
-            **({} if settings.least_gain is None else {"least_gain": settings.least_gain}),
-            **{name: given for name in ("hot_rows_bytes", "vocabulary") if (given := getattr(settings, name))},
-            **({} if settings.effort == DEFAULT_EFFORT else {"effort": settings.effort}),
+            **{name: plain(getattr(settings, name)) for name in SAVED},
+            **{
+                name: plain(given)
+                for name in ("sharding_groups", *SAVED_IF_GIVEN)
+                if (given := getattr(settings, name)) != getattr(PlannerSettings, name)
+            },
         },
         features=dict(statistics_for_file(settings.statistics or {})),
     )
