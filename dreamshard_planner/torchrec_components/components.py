@@ -26,7 +26,7 @@ from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.effort import Deadline, portion
+from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.options import set_perf
 from dreamshard_planner.search_space.sharding_types import is_known
 from dreamshard_planner.support.torch_state import neutral, single_thread
@@ -35,10 +35,6 @@ from dreamshard_planner.workload.statistics import TableStatistics
 TIE_WEIGHT = 1e-6
 """Weight of the compute of all ranks, which decides between plans with equally slow bottlenecks. TorchRec keeps the
 first of them, even if it moves tables to slower memory for nothing."""
-TABLES_PLACED = 1000
-"""Tables x proposals of each of TorchRec's proposers: some seconds for all."""
-LEAST_PROPOSALS = 20
-"""Proposals of each of TorchRec's proposers for models with many tables."""
 
 
 @neutral()
@@ -127,13 +123,16 @@ class SearchProposer(Proposer):
         context: reads and rates options.
         topology: with the memory that the storage reservation left.
         settings: bounds and seed of the search.
+        seconds: cap on the search, on top of its counts of candidates; None for no cap.
 
     Attributes:
         found: outcome of the last search; None before.
     """
 
-    def __init__(self, context: PlanRater, topology: Topology, settings: SearchSettings) -> None:
-        self._context, self._topology, self._settings = context, topology, settings
+    def __init__(
+        self, context: PlanRater, topology: Topology, settings: SearchSettings, seconds: float | None = None
+    ) -> None:
+        self._context, self._topology, self._settings, self._seconds = context, topology, settings, seconds
         self._pending: list[ShardingOption] | None = None
         self.found: SearchedPlan | None = None
 
@@ -141,7 +140,8 @@ class SearchProposer(Proposer):
         """Search; raises ``PlannerError`` if the context's constraints leave a table no option."""
         self.found = None
         options = self._context.searched_options(search_space)
-        self.found = search_plan(self._context, options, self._topology, self._settings)
+        settings = replace(self._settings, deadline=Deadline(self._seconds))
+        self.found = search_plan(self._context, options, self._topology, settings)
         self._pending = self.found.proposal
 
     def propose(self) -> list[ShardingOption] | None:
@@ -151,37 +151,6 @@ class SearchProposer(Proposer):
     def feedback(self, *given: Any, **named: Any) -> None:
         """See ``Proposer.feedback``: there is one proposal."""
         self._pending = None
-
-
-class FewProposals(Proposer):
-    """Another proposer's first proposals, the fewer the more tables there are.
-
-    Args:
-        proposer: the other one.
-        deadline: ends the proposals after the first one.
-        effort: number of proposals, as a multiple of the default's.
-    """
-
-    def __init__(self, proposer: Proposer, deadline: Deadline, effort: float) -> None:
-        self._proposer, self._deadline, self._effort = proposer, deadline, effort
-        self._proposed = self._most = 0
-
-    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """See ``Proposer.load``."""
-        tables = len({option.fqn for option in search_space})
-        self._proposed, self._most = 0, portion(max(LEAST_PROPOSALS, TABLES_PLACED // max(1, tables)), self._effort)
-        self._proposer.load(search_space=search_space, enumerator=enumerator)
-
-    def propose(self) -> list[ShardingOption] | None:
-        """See ``Proposer.propose``."""
-        if self._proposed == self._most or (self._proposed and self._deadline.left() == 0.0):
-            return None
-        self._proposed += 1
-        return self._proposer.propose()
-
-    def feedback(self, *given: Any, **named: Any) -> None:
-        """See ``Proposer.feedback``."""
-        self._proposer.feedback(*given, **named)
 
 
 class DreamShardPartitioner(Partitioner):

@@ -30,16 +30,16 @@ from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.planning.search_plan import SearchSettings
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry, noted
-from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of, set_ranks
 from dreamshard_planner.torchrec_components.components import (
     DreamShardEstimator,
     DreamShardPartitioner,
     DreamShardPerfModel,
-    FewProposals,
     SearchProposer,
 )
 
+PATIENCE = 20
+"""Proposals without a gain, one after the other, at which TorchRec's greedy proposers end."""
 LEAST_GAIN = 0.03
 """Share of TorchRec's predicted cost that a searched plan must gain if lookups per sample are guessed."""
 
@@ -196,11 +196,10 @@ class SearchLoop:
         self._proposer: SearchProposer | None = None
         self.proposers = given.proposers or []
         if given.proposers is None:
-            deadline = Deadline(settings.seconds)
-            self._proposer = SearchProposer(context, model.left, replace(search, deadline=deadline))
-            # A given performance model may like a plan of TorchRec's better than ours.
-            theirs = (UniformProposer(), GreedyProposer(), GreedyProposer(use_depth=False)) * bool(given.perf_model)
-            self.proposers = [self._proposer, *(FewProposals(one, deadline, settings.candidates) for one in theirs)]
+            self._proposer = SearchProposer(context, model.left, search, settings.seconds)
+            self.proposers = [self._proposer]
+            if given.perf_model is not None:  # it may like a plan of TorchRec's better than ours
+                self.proposers += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
         many = given.proposers is not None or given.perf_model is not None
         self._ours = None
         if given.partitioner is None:
