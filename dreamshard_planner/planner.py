@@ -36,7 +36,6 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import DreamShardError, InputWarning, StatisticsError
-from dreamshard_planner.hot_rows.choice import choose_hot_rows
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.infeasible import reason_first
@@ -56,7 +55,6 @@ from dreamshard_planner.planning.ranks import (
 from dreamshard_planner.planning.remembered import Remembered
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.result import PlanResult
-from dreamshard_planner.planning.search_plan import SearchSettings, search_near
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
@@ -88,7 +86,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         effort: candidates that every part of planning may try: ``"quick"`` for trials and tests, ``"default"``, or
             ``"thorough"`` for four times the default. A count, so the clock decides no plan.
         search_seconds: cap on the search, on top of its effort; the report of a plan that it cuts short says so.
-            Reading and rating tables takes further time. TorchRec's ``timeout_seconds`` caps the search as well.
+            Reading tables, before the search, and the report take further time. TorchRec's ``timeout_seconds`` caps
+            the search as well.
         sharding_types: TorchRec's names of the sharding types to use; all by default. ``("table_wise",)`` is the
             setting of the DreamShard paper.
         exact_training: exclude sharding types that change the training of a table, unless its constraint names them.
@@ -420,31 +419,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlannerError, PlanError: as :meth:`predict`.
         """
         return self._last().saved(name) if plan is None else self._model().saved(plan, name)
-
-    @neutral()
-    def options_of(self, plan: AnyPlan) -> list[ShardingOption]:
-        """Return one option with ranks for every table of any plan of the last planned module; see :meth:`predict`."""
-        return self._model().rated(plan).options
-
-    @neutral()
-    def report_near(self, plan: Sequence[ShardingOption], same_ranks: bool) -> Report:
-        """Search the module of the last :meth:`plan` or :meth:`read` from another job's plan alone.
-
-        Args:
-            plan: one option with ranks for every table, as in :attr:`options` of the other job's planner.
-            same_ranks: whether the other job has the same ranks.
-
-        Raises:
-            PlannerError: the tables do not fit.
-        """
-        model = self._model()
-        options = model.context.searched_options(model.search_space)
-        settings = SearchSettings(model.settings.search, model.settings.seed)
-        found = search_near(model.context, options, model.left, settings, plan, same_ranks)
-        if budget_bytes := model.settings.hot_rows_bytes:
-            choice = choose_hot_rows(model, found.read.assign(found.sharding), budget_bytes)
-            found = model.context.rated(choice.options, model.left)
-        return model.context.report(found)
 
     def best_known(self) -> SavedPlan | None:
         """Return the plan that is known to be better than the last one, on the rank that planned; None without any.

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Sweeps over GPUs, batch sizes and bandwidths, offline. Each point is a plan, searched from the present plan on.
+"""Sweeps over GPUs, batch sizes and bandwidths, offline. Each point is a plan, or the present one if that is cheaper.
 
 job = Job(model=read_model("tables.json"), machine=Machine(ranks_per_host=8, gpu="h100"), batch_size=8192)
 print(what_if(job, {"ranks": [4, 8, 16], "batch_size": [4096, 8192]}))
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import DreamShardError, TaskError
@@ -115,7 +115,7 @@ class Replanning:
 def what_if(
     job: Job, vary: Mapping[str, Sequence[Any]], saved: SavedPlan | None = None, effort: str = "quick"
 ) -> WhatIf:
-    """Plan a job, and from this plan on its variations, one by one.
+    """Plan a job and its variations, one by one.
 
     Args:
         job: the present job.
@@ -132,23 +132,29 @@ def what_if(
         raise TaskError(f"nothing called {unknown[0]!r} varies; {', '.join(AXES)} do")
     job = replace(job, settings={**job.settings, "effort": effort})
     if saved is None:
-        planner = job.plan().planner
-        plan, report = planner.options, planner.report()
+        made = job.plan()
+        present, report = made.saved, made.report
     else:
-        planner = job.read()
-        plan, report = planner.options_of(saved), planner.saved_plan(saved).report()
-    sweeps = {axis: tuple(_point(axis, value, job, plan) for value in values) for axis, values in vary.items()}
+        present = job.read().saved_plan(saved)
+        report = present.report()
+    sweeps = {axis: tuple(_point(axis, value, job, present) for value in values) for axis, values in vary.items()}
     return WhatIf(Point.of("", 0.0, job, report), report.cost_source, sweeps, report.notes)
 
 
-def _point(axis: str, value: Any, present: Job, plan: Sequence[ShardingOption]) -> Point:
-    """Search the present job at another value, from the present plan on."""
+def _point(axis: str, value: Any, present: Job, plan: SavedPlan) -> Point:
+    """Plan the present job at another value; its present plan stays if it fits there and a new one is no cheaper."""
     try:
         job = AXES[axis](present, value)
     except DreamShardError as error:
         return Point.of(axis, value, present, str(error))
     try:
-        return Point.of(axis, value, job, job.read().report_near(plan, _ranks(job) == _ranks(present)))
+        made = job.plan()
+        point = Point.of(axis, value, job, made.report)
+        if _ranks(job) == _ranks(present) and axis != "hot_rows_bytes":
+            kept = Point.of(axis, value, job, made.planner.saved_plan(plan).report())
+            if kept.fullest <= 1 and kept.total_ms < point.total_ms:
+                return kept
+        return point
     except (PlannerError, DreamShardError) as error:
         return Point.of(axis, value, job, " ".join(str(error).split()))
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from operator import sub
 from typing import Any
 
 import torch
@@ -27,11 +25,10 @@ from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadli
 from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search.starts import OptionTotals
-from dreamshard_planner.search_space.options import by_table, counted, fqn_of, is_torchrecs, ranks_of, set_ranks
+from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, ranks_of, set_ranks
 from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
 from dreamshard_planner.search_space.usable_options import all_sized, other_sizes
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
-from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
 
 QUICK = SearchConfig(starts=1, reshards=1, reshards_per_table=1, moves=100, last_moves=1, patience=1, effort=0.02)
 """A few steps of one descent."""
@@ -300,64 +297,6 @@ def _searched(
         return SearchedPlan(_smallest(read), rivals, None, theirs)
     proposal = all_sized(read.assign(result.sharding), context.reader.load_factor)
     return SearchedPlan(proposal, rivals, result, theirs)
-
-
-@neutral()
-@collector_paused()
-@torch.no_grad()
-def search_near(
-    context: PlanRater,
-    search_space: Sequence[ShardingOption],
-    topology: Topology,
-    settings: SearchSettings,
-    plan: Sequence[ShardingOption],
-    same_ranks: bool,
-) -> RatedPlan:
-    """Search from the plan of another batch size or machine, without baselines; roll-outs help if ranks differ.
-
-    Tables start with their types, kernels and widths of slices, as far as the search space has them.
-
-    Args:
-        context: reads and rates options.
-        search_space: options of all tables, with storage.
-        topology: with the memory that the storage reservation left.
-        settings: bounds and seed of the search.
-        plan: the other plan, one option with ranks per table.
-        same_ranks: whether it is for the same ranks, so that a plan that still fits is never left for a dearer one.
-
-    Raises:
-        PlannerError: the tables do not fit; names table and missing bytes.
-    """
-    options = context.certain_options(search_space)
-    options += _cache_sizes(context, options, topology)
-    given = {fqn_of(option): option for option in plan}
-
-    def distance(option: ShardingOption) -> tuple[Any, ...]:
-        other = given[fqn_of(option)]
-        widths = (counted(one)[0][0].size[1] for one in (option, other))
-        return (
-            option.sharding_type != other.sharding_type,
-            option.compute_kernel != other.compute_kernel,
-            abs((option.cache_load_factor or CACHE_LOAD_FACTOR) - (other.cache_load_factor or CACHE_LOAD_FACTOR)),
-            abs(sub(*widths)),
-        )
-
-    with single_thread():
-        proposal = copy.deepcopy([min(choices, key=distance) for choices in by_table(options).values()])
-        if same_ranks and all(option.num_shards == given[fqn_of(option)].num_shards for option in proposal):
-            for option in proposal:
-                set_ranks(option, ranks_of(given[fqn_of(option)]))
-        starts: list[Sharding] = []
-        read = context.read(options, topology)
-        with suppress(PlannerError):  # the search has starts of its own
-            placed = place_proposal(context, proposal, topology, settings, packs=False, quickly=True)
-            starts.append(read.sharding(placed.read.assign(placed.sharding)))
-        further = None if same_ranks else _roll_outs(context, settings, {})
-        result = settings.search(context.cost(read), starts, further)
-        if result is None:
-            return place_proposal(context, _smallest(read), topology, settings)
-        found = all_sized(read.assign(result.sharding), context.reader.load_factor)
-        return context.rated(found, topology)
 
 
 def _cache_sizes(context: PlanRater, options: Sequence[ShardingOption], topology: Topology) -> Sequence[ShardingOption]:
