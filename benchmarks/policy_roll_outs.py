@@ -8,6 +8,7 @@
     starts      the best of its roll-outs, as the planner plays them: one for each of eight sets of sharding types
     first       the same after their first sweep alone, which is all that the policy decides
     whole       one greedy roll-out that leaves tables whole
+    quick       the search of effort="quick": one roll-out, polished
     third       the search from the starts, with a third of the candidates
     search      the same with all of them: what the planner does, which the others are compared with
     without     the search without the policy
@@ -41,7 +42,7 @@ from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.policy.network import SWEEPS, Policy, policy_starts, roll_out, subset_types
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, SearchConfig
 from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.workload.pools import meta_like
@@ -50,7 +51,7 @@ BATCH_SIZE = 2048
 FIRST_SEED = 7_000
 GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
 COSTS = ("roofline", "h100", "cpu")
-KINDS = ("level", "greedy", "starts", "first", "whole", "third", "search", "without")
+KINDS = ("level", "greedy", "starts", "first", "whole", "quick", "third", "search", "without")
 
 
 def cost_of(tables: int, ranks: int, seed: int, costs: str = "roofline") -> Cost:
@@ -76,7 +77,7 @@ def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str
     """Return cost and seconds of the cheapest plan of each kind."""
 
     def searched(config: SearchConfig, plays: bool) -> list[Sharding | None]:
-        further = (lambda cost, asked, seconds: policy_starts(cost, policy, asked, seconds)) if plays else None
+        further = (lambda *given: policy_starts(given[0], policy, *given[1:], config.effort)) if plays else None
         found = search(cost, [], config, further=further)
         return [None if found is None else found.sharding]
 
@@ -92,6 +93,7 @@ def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str
         "starts": lambda: policy_starts(cost, policy, OptionTotals(cost)),
         "first": lambda: played(first=True),
         "whole": lambda: played(WHOLE_TYPES),
+        "quick": lambda: searched(DEFAULT_SEARCH.times(EFFORTS["quick"]), True),
         "third": lambda: searched(DEFAULT_SEARCH.times(1 / 3), True),
         "search": lambda: searched(DEFAULT_SEARCH, True),
         "without": lambda: searched(DEFAULT_SEARCH, False),
