@@ -21,12 +21,13 @@ from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.cost.dataset import hardware_key, same_hardware
 from dreamshard_planner.devices import make_topology
-from dreamshard_planner.errors import ObservationError, StatisticsError
+from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.planning.plan_inputs import topology_arguments
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, Count, Several, document_of, entries_of, one_of, parsed
 from dreamshard_planner.support.files import brief, write_whole
+from dreamshard_planner.workload.counting import merge_features, of_like_batches
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import (
     MEMORIES,
@@ -194,8 +195,11 @@ class ObservedRun:
 
     @cached_property
     def statistics(self) -> TableStatistics:
-        """Statistics of all ranks' batches."""
-        return TableStatistics.merge(TableStatistics(rank.statistics) for rank in self.ranks)
+        """Statistics of all ranks' batches. If batch sizes differ by more than a quarter, each feature has those of the
+        ranks whose sizes are alike, since reuse belongs to a batch size."""
+        features_R = [rank.statistics for rank in self.ranks]
+        parts = {name: [known[name] for known in features_R if name in known] for known in features_R for name in known}
+        return TableStatistics({name: merge_features(name, of_like_batches(some)) for name, some in parts.items()})
 
     @cached_property
     def collectives(self) -> dict[str, ObservedCollective]:
@@ -370,7 +374,7 @@ class Observation:
         """Merge ranks and runs, by the names of their files. A rank that was saved twice counts with the most steps.
 
         Raises:
-            ObservationError: hardware differs; ranks of one run have batches of different sizes.
+            ObservationError: hardware differs.
         """
         first, *others = named
         for name in others:
@@ -383,11 +387,6 @@ class Observation:
         runs: dict[str, ObservedRun] = {}
         for run in (run for one in named.values() for run in one.runs):
             runs[run.id] = _joined(runs[run.id], run) if run.id in runs else run
-        try:
-            for run in runs.values():
-                run.statistics  # noqa: B018 (fails here, where files are read)
-        except StatisticsError as error:
-            raise ObservationError(f"{', '.join(named)}: {error}") from error
         return cls(named[first].hardware, tuple(runs.values()))
 
 

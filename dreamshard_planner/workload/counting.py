@@ -229,6 +229,14 @@ def in_smaller_batches(features: Mapping[str, FeatureStatistics]) -> list[str]:
     return [name for name, size in sizes.items() if largest > SAME_BATCH * size]
 
 
+def of_like_batches(parts: Sequence[FeatureStatistics]) -> list[FeatureStatistics]:
+    """Return the largest group of one feature's statistics that :func:`merge_features` merges; of equal groups, the one
+    with the largest batches."""
+    sizes = sorted((part.samples for part in parts), reverse=True)
+    least = max(sizes, key=lambda size: sum(size <= other <= SAME_BATCH * size for other in sizes))
+    return [part for part in parts if least <= part.samples <= SAME_BATCH * least]
+
+
 @neutral()
 def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStatistics:
     """Return one feature's statistics over several sources, weighted by their batches.

@@ -206,19 +206,25 @@ def _die(home: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+SHARES = (16, 9, 3, 16)
+"""Samples of each of four ranks."""
+
+
 def _killed(rank: Rank, home: str) -> None:
-    """A job whose last rank is killed once all steps are observed, and before it has written them."""
+    """A job with unequal batches whose last rank is killed once all steps are observed, and before it has written
+    them."""
     _surroundings(home)
-    if rank.rank == 1:
+    if rank.rank == rank.world_size - 1:
         automatic._write = lambda *_: _die(Path(home))
-    train(shard(DreamShardPlanner(effort="quick", sharding_types=["table_wise"]), rank), rank, TRAINED, 2 * LOCAL_BATCH)
+    model = shard(DreamShardPlanner(effort="quick", sharding_types=["table_wise"]), rank)
+    train(model, rank, TRAINED, sum(SHARES), SHARES)
     _written()
 
 
 def test_a_killed_rank_leaves_the_others_files_whole(tmp_path: Path) -> None:
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        run_on_ranks(_killed, str(tmp_path), world_size=2)
-    wait_for(lambda: any(tmp_path.glob("tables/*/statistics.json")))  # from rank 0, when rank 1 is given up
-    (file,) = _runs(tmp_path)
-    (run,) = Observation.load(file).runs
-    assert [one.rank for one in run.ranks] == [0]
+        run_on_ranks(_killed, str(tmp_path), world_size=len(SHARES))
+    wait_for(lambda: any(tmp_path.glob("tables/*/statistics.json")))  # from rank 0, when the last rank is given up
+    observed = [Observation.load(file).runs[0] for file in _runs(tmp_path)]
+    assert 0 in (ranks := {one.rank for run in observed for one in run.ranks}) and len(SHARES) - 1 not in ranks
+    assert all(run.steps >= STEPS for run in observed)

@@ -7,6 +7,7 @@ Shape letters: B batch (a rank's share), E all embedding dims, F features x B.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -115,15 +116,19 @@ def shard(planner: EmbeddingShardingPlanner, rank: Rank, **arguments: Any) -> Di
     )
 
 
-def train(model: DistributedModelParallel, rank: Rank, steps: int, samples: int) -> list[float]:
-    """Losses of this rank's shares of global batches of ``samples`` samples; four batches go round."""
+def train(
+    model: DistributedModelParallel, rank: Rank, steps: int, samples: int, shares: Sequence[int] = ()
+) -> list[float]:
+    """Losses of this rank's shares of global batches of ``samples`` samples; four batches go round. Shares are equal,
+    or of so many samples by rank."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
-    count, losses = samples // rank.world_size, []
+    shares = shares or [samples // rank.world_size] * rank.world_size
+    first, count, losses = sum(shares[: rank.rank]), shares[rank.rank], []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = model(*batch(step % 4, samples, count * rank.rank, count, rank.device))
+        loss = model(*batch(step % 4, samples, first, count, rank.device))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

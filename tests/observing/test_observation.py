@@ -19,6 +19,7 @@ from dreamshard_planner.cli import app
 from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, Hooks, StepRecorder
 from dreamshard_planner.observing.learning import ObservedSets
 from dreamshard_planner.observing.observation import rank_file
+from dreamshard_planner.workload.statistics import TableStatistics
 from tests.observing.runs import observation, observed_run, of_size, rank_steps
 
 
@@ -67,7 +68,7 @@ def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
         Observation.load_all([tmp_path / "seen.json"])
 
 
-def test_runs_keep_their_batch_sizes_and_ranks_of_one_have_the_same() -> None:
+def test_runs_keep_their_batch_sizes_and_statistics_are_of_ranks_with_like_ones() -> None:
     whole = observation(1)
     (run,) = whole.runs
     others = [of_size(run, 2), of_size(run, 1, lookups=2)]
@@ -75,8 +76,11 @@ def test_runs_keep_their_batch_sizes_and_ranks_of_one_have_the_same() -> None:
     assert merged.runs == (run, *others)
     assert len(ObservedSets.of(merged).sets) == 3 * len(ObservedSets.of(whole).sets)
     of_ranks = {"a.json": run.ranks[:1], "b.json": others[0].ranks[1:]}
-    with pytest.raises(ObservationError, match=r"a.json, b.json: feature 'f0': .* 64 and of 128"):
-        Observation.merge({name: replace(whole, runs=(replace(run, ranks=one),)) for name, one in of_ranks.items()})
+    unequal = Observation.merge(
+        {name: replace(whole, runs=(replace(run, ranks=one),)) for name, one in of_ranks.items()}
+    )
+    assert len(unequal.runs[0].ranks) == 2
+    assert unequal.runs[0].statistics == TableStatistics(others[0].ranks[1].statistics)  # of the larger batches
 
 
 RUN, OF_RANK = ("runs", 0), ("runs", 0, "ranks", 0)
