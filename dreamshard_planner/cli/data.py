@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,29 +10,14 @@ import typer
 from rich.table import Table
 
 from dreamshard_planner.cli.app import Commands, Panel, app, command
-from dreamshard_planner.cli.options import (
-    BATCH_SIZE,
-    COUNT,
-    OUTPUT,
-    PLAN_AGAIN,
-    SearchOptions,
-    listed,
-    load_plan,
-    takes,
-)
+from dreamshard_planner.cli.options import BATCH_SIZE, COUNT, OUTPUT, listed
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
-from dreamshard_planner.errors import StatisticsError
-from dreamshard_planner.support.formatting import first_of
 
 if TYPE_CHECKING:
-    from dreamshard_planner.offline.what_if import Replanning
-    from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.workload.statistics import TableStatistics
 
 stats = typer.Typer(cls=Commands, no_args_is_help=True, help="Count how features read their tables in your data.")
 app.add_typer(stats, name="stats", rich_help_panel=Panel.data.value)
-WORTH = 0.05
-"""Default share of the cost from which planning again is worth it."""
 StatisticsOutput = Annotated[Path, OUTPUT(help="Statistics to write, .json.")]
 
 
@@ -96,78 +80,22 @@ def merge(
 
 
 @command("dreamshard stats diff monday.json tuesday.json", of=stats)
-@takes(SearchOptions)
 def diff(
-    options: SearchOptions,
-    before: Annotated[
-        Path,
-        typer.Argument(help="Older statistics, .json. Without AFTER: newer statistics, compared with those of --plan."),
-    ],
-    after: Annotated[Path | None, typer.Argument(help="Newer statistics, .json.")] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="The plan that runs, .json: tells whether planning again is worth it.")
-    ] = None,
-    worth: Annotated[
-        float, typer.Option(min=0, max=1, help="Least gain, as a share of the plan's cost, for which to plan again.")
-    ] = WORTH,
+    before: Annotated[Path, typer.Argument(help="Older statistics, .json.")],
+    after: Annotated[Path, typer.Argument(help="Newer statistics, .json.")],
     every_feature: Annotated[bool, typer.Option("--all", help="Show all, not only those that drifted.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
-    """Tell which features drifted, and with --plan what planning again would gain.
-
-    With --plan, exit status 3 if that is worth it, 0 if the plan may stay.
-    """
+    """Tell which features drifted. dreamshard replan tells whether planning again is worth it."""
     from dreamshard_planner.workload.statistics import TableStatistics
 
-    saved = None if plan is None else load_plan(plan)
-    if after is not None:
-        one, newer = TableStatistics.from_json(before), after
-    elif saved is not None:
-        one, newer = TableStatistics(saved.inputs.features), before
-    else:
-        raise typer.BadParameter("give two files of statistics, or --plan, whose file holds the older ones")
-    other = TableStatistics.from_json(newer)
-    if saved is not None and after is None and not one.keys() & other.keys():
-        held = f"none of the {len(other)} feature(s) of {newer}" if one else "no statistics"
-        raise StatisticsError(
-            f"{saved.name} holds {held}, so no drift can be seen: give the statistics that it was made with as well, "
-            f"dreamshard stats diff OLDER {newer} --plan {plan}"
-        )
-    found = one.diff(other)
-    shown = found.features if every_feature else found.drifted
+    found = TableStatistics.from_json(before).diff(TableStatistics.from_json(after))
     rows = [
         (f.name, f.pooling_before, f.pooling_after, *map(_share, (f.pooling_change, f.reuse_change, f.ids_change)))
-        for f in shown
+        for f in (found.features if every_feature else found.drifted)
     ]
     columns = ("feature", "lookups before", "after", "changed", "reuse changed", "ids changed")
-    told: list[Any] = [str(found).splitlines()[0], *([grid(columns, rows)] if rows else [])]
-    if saved is None:
-        show(found.to_dict(), format, *told)
-        return
-    if after is None and found.only_after:
-        told.append(
-            f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {first_of(found.only_after, 3)}; "
-            f"give those that it was made with before {newer.name} to see what drifted."
-        )
-    gain = _replanning(saved, other, options)
-    verdict = "plan again" if gain.gain >= worth else "keep the plan"
-    said = (
-        f"Verdict: {verdict}. By {newer.name}, {saved.name} costs {gain.keep_ms:.3f} ms, and planned again "
-        f"{gain.again_ms:.3f} ms: {gain.gain:.1%} less, of {worth:.1%} that are worth it."
-    )
-    document = {**found.to_dict(), "verdict": verdict, "replanning": {**asdict(gain), "gain": gain.gain}}
-    show(document, format, said, *told)
-    if gain.gain >= worth:
-        raise typer.Exit(PLAN_AGAIN)
-
-
-def _replanning(saved: SavedPlan, statistics: TableStatistics, options: SearchOptions) -> Replanning:
-    """Return the cost of a plan and of a new one by newer statistics."""
-    from dreamshard_planner.offline.from_plan import job_of
-    from dreamshard_planner.offline.what_if import replanning
-
-    job = job_of(saved, statistics)
-    return replanning(replace(job, settings={**job.settings, **options.settings()}), saved)
+    show(found.to_dict(), format, str(found).splitlines()[0], *([grid(columns, rows)] if rows else []))
 
 
 def _keep(counted: TableStatistics, out: Path, format: Format) -> None:

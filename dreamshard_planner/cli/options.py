@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from dreamshard_planner.devices import GPUS, MAX_RANKS, Machine
-from dreamshard_planner.errors import FileError, TaskError
+from dreamshard_planner.errors import FileError
 from dreamshard_planner.search.effort import EFFORTS
 from dreamshard_planner.support.files import brief, check_writable
 
@@ -48,15 +48,6 @@ class Device(StrEnum):
 
 
 Effort = StrEnum("Effort", list(EFFORTS))  # type: ignore[misc]  # mypy wants the names spelled out
-
-
-def gpu(text: str) -> str:
-    """Read a name of :data:`~dreamshard_planner.devices.GPUS`."""
-    try:
-        Machine(ranks_per_host=1, gpu=text.lower())
-    except TaskError as error:
-        raise typer.BadParameter(str(error)) from error
-    return text.lower()
 
 
 def whole(text: str | int) -> int:
@@ -197,15 +188,8 @@ COST_SOURCES = ("auto", "roofline", "torchrec")
 """Names of costs that are no file."""
 
 
-def cost_settings(costs: str | None) -> dict[str, Any]:
-    """Return the planner's arguments that :data:`CostsOption` stands for; none if it was not given."""
-    if costs is None:
-        return {}
-    return {"cost_source": costs} if costs in COST_SOURCES else {"checkpoint": costs, "cost_source": "auto"}
-
-
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions:
+class RatingOptions:
     """Options of every command that searches or rates plans."""
 
     costs: CostsOption = None
@@ -221,21 +205,6 @@ class SearchOptions:
         float | None,
         SECONDS(min=0.01, help="Cap on the search; reading and rating the tables comes on top.", **ADVANCED),
     ] = None
-
-    def settings(self) -> dict[str, Any]:
-        """Return the planner's arguments that were given."""
-        given = {"effort": self.effort and self.effort.value, "search_seconds": self.search_seconds}
-        return {
-            **cost_settings(self.costs),
-            **({"seed": self.seed} if self.seed else {}),
-            **{name: value for name, value in given.items() if value is not None},
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class RatingOptions(SearchOptions):
-    """Options of every command that rates the plan of a file."""
-
     statistics: StatisticsOption = None
     hot_rows: Annotated[
         int | None,
@@ -248,8 +217,17 @@ class RatingOptions(SearchOptions):
 
     def settings(self) -> dict[str, Any]:
         """Return the planner's arguments that were given."""
-        hot = {"hot_rows_bytes": self.hot_rows, "vocabulary": self.vocabulary}
-        return super().settings() | {name: value for name, value in hot.items() if value is not None}
+        given = {
+            "seed": self.seed or None,
+            "effort": self.effort and self.effort.value,
+            "search_seconds": self.search_seconds,
+            "hot_rows_bytes": self.hot_rows,
+            "vocabulary": self.vocabulary,
+        }
+        if self.costs is not None:
+            named = self.costs in COST_SOURCES
+            given |= {"cost_source": self.costs} if named else {"checkpoint": self.costs, "cost_source": "auto"}
+        return {name: value for name, value in given.items() if value is not None}
 
     def known(self) -> TableStatistics | None:
         """Read the statistics that were given."""
@@ -385,7 +363,7 @@ class JobOptions(RatingOptions):
         return types
 
 
-def takes(options: type[SearchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(options: type[RatingOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn the fields of a dataclass into options of a command, whose first argument is an instance of it."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -97,21 +97,6 @@ class WhatIf:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Replanning:
-    """Gain of planning again for newer statistics."""
-
-    keep_ms: float
-    """Cost of the older statistics' plan, by the newer statistics."""
-    again_ms: float
-    """Cost of a plan for the newer statistics."""
-
-    @property
-    def gain(self) -> float:
-        """Share of the cost that planning again saves, at least 0."""
-        return max(0.0, 1 - self.again_ms / self.keep_ms) if self.keep_ms > 0 else 0.0
-
-
 def what_if(
     job: Job, vary: Mapping[str, Sequence[Any]], saved: SavedPlan | None = None, effort: str = "quick"
 ) -> WhatIf:
@@ -167,13 +152,3 @@ def _with_gpu(machine: Machine, gpu: str) -> Machine:
     """Return as many of another model, with its own memory and links; a given network between hosts stays."""
     alike = replace(machine, memory_bytes=None, memory_bytes_per_s=None, host_bytes_per_s=None, intra_bytes_per_s=None)
     return replace(alike, gpu=gpu.lower(), cards=())
-
-
-def replanning(job: Job, kept: SavedPlan) -> Replanning:
-    """Compare the costs of a running plan and of a new one, both for the job and its statistics.
-
-    Raises:
-        PlannerError: the tables do not fit.
-    """
-    again = job.plan()
-    return Replanning(again.planner.predict(kept).total_ms, again.report.chosen.total_ms)

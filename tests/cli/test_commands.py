@@ -109,7 +109,7 @@ def test_help_shows_at_most_ten_options_first_and_one_vocabulary() -> None:
     for name, command in every.items():
         assert len(options_of(command)) <= 10, name
     rating = {"--costs", "--effort", "--seed", "--search-seconds"}
-    for name in ("plan", "what-if", "replan", "diff"):
+    for name in ("plan", "what-if", "replan"):
         assert rating <= {*options_of(every[name]), *options_of(every[name], "Advanced")}, name
 
 
@@ -438,28 +438,13 @@ def test_what_if_varies_what_is_asked(folder: Path, tmp_path: Path) -> None:
     sweeps = json.loads(run("what-if", str(folder / "plan.json"), *several).stdout)["sweeps"]
     values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
     assert values == {"ranks": [1, 4], "hosts": [2]}
-    wrong = run("what-if", plan, "--vary", "gpu=h20", status=2).stderr
-    assert "unknown GPU 'h20' (did you mean 'h200'?)" in " ".join(wrong.replace("│", "").split())
+    assert "unknown GPU 'h20' (did you mean 'h200'?)" in run("what-if", plan, "--vary", "gpu=h20").stdout
 
 
-def test_drift_and_what_planning_again_gains(folder: Path) -> None:
+def test_statistics_are_compared_and_merged(folder: Path) -> None:
     files = (str(folder / "monday.json"), str(folder / "tuesday.json"))
     shown = run("stats", "diff", *files).stdout
     assert "1 of 3 features drifted" in shown and "user_id" in shown and "item_id" not in shown
-    plan = str(folder / "of_monday.json")
-    run("plan", *SMALL, "--statistics", files[0], "--effort", "quick", "--out", plan)
-    told = run("stats", "diff", "--plan", plan, files[1], "--worth", "1", "--effort", "quick").stdout
-    assert "Verdict: keep the plan. By tuesday.json, " in told and "1 of 3 features drifted" in told
-    again = json.loads(
-        run("stats", "diff", "--plan", plan, *files, "--worth", "0", "--format", "json", status=3).stdout
-    )
-    assert again["verdict"] == "plan again" and again["replanning"]["again_ms"] <= again["replanning"]["keep_ms"]
-    document = json.loads(Path(plan).read_text())
-    none = {**document, "inputs": {**document["inputs"], "features": {}, "statistics": None}}
-    (folder / "none.json").write_text(json.dumps(none))
-    without = run("stats", "diff", "--plan", str(folder / "none.json"), files[1], status=1).stderr
-    assert "none.json holds no statistics, so no drift can be seen: give the statistics that it was made" in without
-    assert "give two files of statistics, or --plan" in run("stats", "diff", files[0], status=2).stderr
     merged = str(folder / "merged.json")
     run("stats", "merge", *files, "--out", merged)
     assert TableStatistics.from_json(merged)["user_id"].pooling_factor == 6.0
