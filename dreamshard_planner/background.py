@@ -191,9 +191,9 @@ def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) ->
         batch_size=plan.inputs.batch_size if near else samples,
         settings={**job.settings, "checkpoint": checkpoint},
     )
-    planned = job.plan()
-    before_ms, after_ms = planned.planner.predict(plan).total_ms, planned.report.chosen.total_ms
-    made = planned.saved
+    planner = job.plan()
+    before_ms, after_ms = planner.predict(plan).total_ms, planner.report().chosen.total_ms
+    made = planner.saved_plan()
     inputs = replace(made.inputs, topology=plan.inputs.topology, constraints=plan.inputs.constraints)
     return (replace(made, inputs=inputs), before_ms, after_ms) if after_ms < before_ms else None
 

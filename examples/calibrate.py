@@ -21,7 +21,7 @@ def main(seconds: float, out: Path) -> None:
 
     machine = Machine(ranks_per_host=2, device="cpu", memory_bytes=64 * 10**9)
     job = Job(model=read_model("merlin_tiny"), machine=machine, batch_size=512, settings={"checkpoint": out})
-    print(job.plan().report)
+    print(job.plan().report())
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def main(folder: Path) -> None:
 
     tables = [TableSpec(name=name, num_embeddings=rows, embedding_dim=64) for name, rows in ROWS.items()]
     model = OfflineModel.of_specs(tables, statistics=statistics)
-    planned = Job(model=model, machine=Machine(ranks_per_host=4, gpu="a100-40"), batch_size=BATCH_SIZE).plan()
-    print(planned.report)
+    planner = Job(model=model, machine=Machine(ranks_per_host=4, gpu="a100-40"), batch_size=BATCH_SIZE).plan()
+    print(planner.report())
     for name, feature in statistics.items():
         print(f"{name}: {feature.pooling_factor:.1f} lookups per sample, {feature.distinct_rows:.0f} rows a batch")
 

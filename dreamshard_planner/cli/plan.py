@@ -40,8 +40,9 @@ from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
-    from dreamshard_planner.offline.jobs import PlannedJob
+    from dreamshard_planner.offline.jobs import Job
     from dreamshard_planner.offline.what_if import Point, WhatIf
+    from dreamshard_planner.planner import DreamShardPlanner
 
 
 @command("dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus-per-node 8 --gpu h100 --batch-size 8192", Panel.plan)
@@ -55,25 +56,23 @@ def plan(
     """Shard tables over devices that need not be here, and say what it costs and why."""
     job = options.job()
     with working(f"planning {job.model.name} for {job.machine.title}"):
-        planned = job.plan()
-        report = planned.report
+        planner = job.plan()
+        report = planner.report()
     if out is not None:
-        planned.saved.save(out)
+        planner.save_plan(out)
         typer.echo(f"written to {out}", err=True)
     save_page(report, html, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
-    show(lambda: _document(planned), format, str(report), "", costliest(report))
+    show(lambda: _document(job, planner), format, str(report), "", costliest(report))
 
 
-def _document(planned: PlannedJob) -> dict[str, Any]:
-    job = planned.job
+def _document(job: Job, planner: DreamShardPlanner) -> dict[str, Any]:
     return {
         "tables": job.model.name,
         "machine": job.machine.title,
         "ranks": job.machine.ranks,
         "batch_size": job.batch_size,
-        "seconds": planned.seconds,
-        "report": planned.report.to_dict(),
-        "plan": planned.saved.to_dict(),
+        "report": planner.report().to_dict(),
+        "plan": planner.saved_plan().to_dict(),
     }
 
 
@@ -216,7 +215,7 @@ def replan(
     )
     job = replace(job, machine=machine, batch_size=batch_size or job.batch_size)
     with working(f"planning {saved.name} for {job.machine.title}"):
-        planner = job.plan().planner
+        planner = job.plan()
     with working(f"looking for few moves from {saved.name}"):
         found = planner.replan(
             saved,

@@ -9,12 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,7 +24,6 @@ from torch import nn
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -36,8 +33,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import InputWarning, StatisticsError, TaskError
 from dreamshard_planner.planner import DreamShardPlanner
-from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.report import Report
 from dreamshard_planner.search_space.input_checks import doubtful_inputs
 from dreamshard_planner.search_space.modules import shardable_tables, table_configs
 from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES
@@ -279,13 +274,12 @@ class Job:
             **self.settings,
         )
 
-    def plan(self) -> PlannedJob:
-        """Plan the job; PlannerError if tables do not fit."""
-        start = time.perf_counter()
+    def plan(self) -> DreamShardPlanner:
+        """Return a planner that has planned the job; PlannerError if tables do not fit."""
         with _known_warnings():
             planner = self.planner()
-            plan = planner.plan(self.model.module, get_default_sharders())
-        return PlannedJob(self, planner, plan, time.perf_counter() - start)
+            planner.plan(self.model.module, get_default_sharders())
+        return planner
 
     def read(self) -> DreamShardPlanner:
         """Return a planner that has read the model, for existing plans."""
@@ -310,27 +304,6 @@ class ShareReservation(FixedPercentageStorageReservation):
             # Rounded, so that a plan file's share leaves the same bytes.
             setattr(after.storage, kind, round((1 - self._share) * getattr(before.storage, kind)))
         return left
-
-
-@dataclass(frozen=True)
-class PlannedJob:
-    """A job with its plan."""
-
-    job: Job
-    planner: DreamShardPlanner
-    plan: ShardingPlan
-    seconds: float
-    """Duration of planning."""
-
-    @cached_property
-    def saved(self) -> SavedPlan:
-        """The plan with all its inputs."""
-        return self.planner.saved_plan()
-
-    @property
-    def report(self) -> Report:
-        """Report on the plan and its rivals."""
-        return self.planner.report()
 
 
 @contextmanager

@@ -117,8 +117,8 @@ def what_if(
         raise TaskError(f"nothing called {unknown[0]!r} varies; {', '.join(AXES)} do")
     job = replace(job, settings={**job.settings, "effort": effort})
     if saved is None:
-        made = job.plan()
-        present, report = made.saved, made.report
+        planner = job.plan()
+        present, report = planner.saved_plan(), planner.report()
     else:
         present = job.read().saved_plan(saved)
         report = present.report()

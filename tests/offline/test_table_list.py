@@ -62,7 +62,7 @@ def test_statistics_of_data_stand_above_the_list(tmp_path: Path) -> None:
 def test_lookups_that_a_list_does_not_tell_are_an_assumption(tmp_path: Path) -> None:
     told = {**GOOD, "name": "b", "pooling_factor": 1}
     model = OfflineModel.of_specs(read_table_list(written(tmp_path, GOOD, told)))
-    report = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=64).plan().report
+    report = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=64).plan().report()
     assert report.notes[0].code == "assumption" and "for 1 of 2 features (a)" in report.notes[0].text
 
 

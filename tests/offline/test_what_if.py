@@ -44,7 +44,7 @@ def test_sweeps_cost_what_the_plans_themselves_cost() -> None:
     base = job()
     points = sweep(base, "ranks", [2, 4])
     assert [point.ranks for point in points] == [2, 4] and all(point.fits for point in points)
-    assert points[1].total_ms == pytest.approx(base.plan().report.chosen.total_ms, rel=0.05)
+    assert points[1].total_ms == pytest.approx(base.plan().report().chosen.total_ms, rel=0.05)
     assert points[0].us_per_sample == pytest.approx(points[0].total_ms * 1e3 / 2048)
     (slow,) = sweep(base, "intra_bytes_per_s", [1e9])
     assert slow.total_ms > points[1].total_ms and slow.collectives_ms > 10 * points[1].collectives_ms
@@ -79,13 +79,13 @@ def test_an_unknown_axis_is_an_error() -> None:
 
 def test_a_plan_file_is_the_present_plan_and_stays_where_a_new_one_is_no_cheaper(tmp_path: Path) -> None:
     made = replace(job(), settings={**QUICK, "least_gain": 0.99}).plan()  # keeps TorchRec's plan
-    made.planner.save_plan(path := tmp_path / "plan.json")
+    made.save_plan(path := tmp_path / "plan.json")
     present = job_of(saved := SavedPlan.load(path))
     slower = replace(present.machine, intra_bytes_per_s=200 * GB)
-    kept_ms = replace(present, machine=slower).read().predict(made.plan).total_ms
+    kept_ms = replace(present, machine=slower).read().predict(made.options).total_ms
     axes = {"batch_size": [1024, 100_000_000], "hosts": [2], "intra_bytes_per_s": [200 * GB]}
     found = what_if(present, axes, saved)
-    assert found.base.total_ms == pytest.approx(made.report.chosen.total_ms, rel=1e-6)
+    assert found.base.total_ms == pytest.approx(made.report().chosen.total_ms, rel=1e-6)
     same, huge = found.sweeps["batch_size"]
     assert same.total_ms <= found.base.total_ms and not huge.fits and "do not fit" in huge.reason
     assert found.sweeps["hosts"][0].ranks == 8

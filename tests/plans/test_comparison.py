@@ -27,7 +27,7 @@ def saved(path: Path, groups: ShardingGroups | None = None) -> SavedPlan:
     settings = {"effort": "quick", "sharding_types": ["table_wise"], "sharding_groups": groups}
     machine = Machine(ranks_per_host=4, hosts=2, gpu="h100")
     job = Job(model=OfflineModel.of_specs(specs), machine=machine, batch_size=256, settings=settings)
-    job.plan().planner.save_plan(path)
+    job.plan().save_plan(path)
     return SavedPlan.load(path)
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.cli import app
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.offline.jobs import Job, OfflineModel, PlannedJob, read_table_list
+from dreamshard_planner.offline.jobs import Job, OfflineModel, read_table_list
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.support.formatting import size_in_words
@@ -24,7 +25,7 @@ SCRIPT, FORMULA = "<script>alert('x')</script>", "$price_{a}$ \\frac & <b>"
 
 
 @pytest.fixture(scope="module")
-def planned() -> PlannedJob:
+def planned() -> DreamShardPlanner:
     """The example's tables, two of them with names to stumble over."""
     specs = read_table_list(EXAMPLE)
     specs[0], specs[1] = replace(specs[0], name=SCRIPT), replace(specs[1], name=FORMULA)
@@ -59,8 +60,8 @@ class Page(HTMLParser):
         return [attributes["id"] for tag, attributes in self.tags if tag == "section"]
 
 
-def test_every_figure_of_the_report_is_on_the_page(planned: PlannedJob, tmp_path: Path) -> None:
-    report = replace(planned.report, rivals=(*planned.report.rivals, ReportEntry.of("column_greedy", None)))
+def test_every_figure_of_the_report_is_on_the_page(planned: DreamShardPlanner, tmp_path: Path) -> None:
+    report = replace(planned.report(), rivals=(*planned.report().rivals, ReportEntry.of("column_greedy", None)))
     save_html(report, path := tmp_path / "report.html", title=f"Plan of {SCRIPT}")
     page = Page(path)
     plans = [entry for entry in (report.chosen, *report.rivals) if entry.feasible]
@@ -78,8 +79,8 @@ def test_every_figure_of_the_report_is_on_the_page(planned: PlannedJob, tmp_path
     assert len(widths) > 20 and all(0 <= width <= 100 for width in widths) and max(widths) == 100
 
 
-def test_the_page_has_no_script_and_no_address(planned: PlannedJob, tmp_path: Path) -> None:
-    save_html(planned.report, path := tmp_path / "report.html", title=f"Plan of {SCRIPT}")
+def test_the_page_has_no_script_and_no_address(planned: DreamShardPlanner, tmp_path: Path) -> None:
+    save_html(planned.report(), path := tmp_path / "report.html", title=f"Plan of {SCRIPT}")
     page, source = Page(path), path.read_text()
     assert "http:" not in source and "https:" not in source and "@import" not in source and "url(" not in source
     assert "script" not in {tag for tag, _ in page.tags}
@@ -87,13 +88,13 @@ def test_the_page_has_no_script_and_no_address(planned: PlannedJob, tmp_path: Pa
     assert SCRIPT in page.text and FORMULA in page.text
 
 
-def test_pages_of_saved_plans_and_replans(planned: PlannedJob, tmp_path: Path) -> None:
-    saved = planned.planner.saved_plan(name="saved.json")
+def test_pages_of_saved_plans_and_replans(planned: DreamShardPlanner, tmp_path: Path) -> None:
+    saved = planned.saved_plan(name="saved.json")
     save_html(saved, tmp_path / "saved.html")
     text = Page(tmp_path / "saved.html").text
     assert "saved.json" in text and saved.libraries["torch"] in text and str(saved.inputs.topology) in text
     assert all(f"{value:.3f}" in text for value in saved.predicted.chosen.forward_ms)
-    found = planned.planner.replan(saved, steps=1000)
+    found = planned.replan(saved, steps=1000)
     save_html(found, tmp_path / "replan.html")
     page = Page(tmp_path / "replan.html")
     assert page.sections()[0] == "curve" and found.sentence in page.text and "saved.json, re-planned" in page.text
