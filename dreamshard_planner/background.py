@@ -16,16 +16,14 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.errors import CalibrationRefused, FileError, ObservationError
+from dreamshard_planner.errors import CalibrationRefused, ObservationError
 from dreamshard_planner.observing.learning import learn
 from dreamshard_planner.observing.observation import Observation, ObservedRun, files_of
 from dreamshard_planner.offline.from_plan import job_of
@@ -55,22 +53,13 @@ def main(words: Sequence[str]) -> None:
     os.nice(19)
     signal.alarm(LIMIT_SECONDS)
     torch.set_num_threads(1)
-    with closing(_locked(folder / "lock")):
+    with open_locked(folder / "lock", wait=True):  # the alarm ends the wait
         _wait_for_ranks(folder / f"{run_id}.json")
         told = learn_from(folder, run_id)
     try:
         os.write(1, json.dumps(told).encode())
     except BrokenPipeError:  # the training has ended, and its log with it
         return
-
-
-def _locked(path: Path) -> BinaryIO:
-    """Wait until no other training's process learns in this folder; the alarm ends the wait."""
-    while True:
-        try:
-            return open_locked(path)
-        except FileError:
-            time.sleep(1.0)
 
 
 def _wait_for_ranks(path: Path) -> None:

@@ -165,7 +165,7 @@ def _description_of(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
     version = header.get("version", "")
     number = int(version) if version.isascii() and version.isdecimal() and len(version) < 10 else version
     remedy = "make it again with dreamshard train, or dreamshard calibrate or learn for corrections"
-    check_version(path, number, range(VERSION, VERSION + 1), remedy, CheckpointError)
+    check_version(path, number, VERSION, remedy, CheckpointError)
     try:
         description = parse_json(header["description"])
     except (KeyError, ValueError) as error:

@@ -372,7 +372,7 @@ def _header(path: object, text: str) -> dict[str, Any]:
         header = None
     if not isinstance(header, dict) or header.get("kind") != KIND:
         raise DatasetError(f"{path}: not a {KIND}")
-    check_version(path, header.get("schema"), range(NPZ_SCHEMA, NPZ_SCHEMA + 1), "collect the sets again", DatasetError)
+    check_version(path, header.get("schema"), NPZ_SCHEMA, "collect the sets again", DatasetError)
     required = {"hardware": dict, "seed": int, "created": str, "digest": str}
     if missing := sorted(name for name, of in required.items() if not isinstance(header.get(name), of)):
         raise DatasetError(f"{path}: header lacks {', '.join(missing)}, or has another type there")

@@ -16,15 +16,13 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, require_same_hardware
-from dreamshard_planner.errors import DatasetError, FileError, TaskError
+from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.hardware import check_kernels, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned, time_groups
@@ -83,6 +81,7 @@ def collect(
 
     Raises:
         DatasetError: a block is damaged, or of other sets, repeats, seed or hardware.
+        FileError: the folder cannot be written, or another process measures into it.
         TaskError: a set does not fit one kernel.
         DreamShardError: FBGEMM runs its reference kernels.
     """
@@ -94,7 +93,7 @@ def collect(
     measured = [[as_measured(workload) for workload in group] for group in sets]  # as files hold them
     blocks = [measured[first : first + block] for first in range(0, len(measured), block)]
     folder, hardware, arena = Path(folder), describe_hardware(device, threads), arena or Arena(device, seed=seed)
-    with closing(_locked(folder)), pinned(threads):
+    with open_locked(folder / "lock"), pinned(threads):
         found = _read(folder, blocks, repeats, hardware, seed)
         if progress and found:
             print(f"{folder}: continues after {sum(map(len, found.values()))} sets", file=sys.stderr)
@@ -125,17 +124,6 @@ def collect(
     if not found:
         raise DatasetError(f"{folder}: nothing was measured yet")
     return CostDataset.concatenate([found[index] for index in sorted(found)])
-
-
-def _locked(folder: Path) -> BinaryIO:
-    """Make the folder, and lock it until the returned file is closed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return open_locked(folder / "lock")
-    except FileError as error:
-        raise DatasetError(str(error)) from error
-    except OSError as error:
-        raise DatasetError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
 def _read(

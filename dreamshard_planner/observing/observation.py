@@ -347,7 +347,7 @@ class Observation:
     @classmethod
     def load(cls, path: str | Path) -> Observation:
         """Read a file; raises ObservationError, which names file and mistake."""
-        document = entries_of(path, FORMAT, range(VERSION, VERSION + 1), "observe again", ObservationError)
+        document = entries_of(path, FORMAT, VERSION, "observe again", ObservationError)
         return parsed(cls, document, path, ObservationError)
 
     @classmethod

@@ -9,7 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,9 @@ _BEGUN: Counter[str] = Counter()
 """Observations that this process has begun, by file name."""
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """A model's plan with its predicted costs, and planned lookups per sample by feature."""
-
-    plan: SavedPlan | None = None
-    """None on all ranks but 0, and without a ``DreamShardPlanner``."""
-    lookups: dict[str, float] = field(default_factory=dict)
+Prediction = tuple[SavedPlan | None, dict[str, float]]
+"""A model's plan with its predicted costs, and planned lookups per sample by feature. None and nothing on all ranks but
+0, and without a ``DreamShardPlanner``."""
 
 
 class Observer:
@@ -83,7 +79,7 @@ class Observer:
         lookups = list(lookups_of(model))
         if not lookups:
             raise ObservationError("the model has no sharded embeddings: give the DistributedModelParallel that trains")
-        planned = planner if isinstance(planner, Prediction) else _planned(model, planner)
+        prediction = planner if isinstance(planner, tuple) else _planned(model, planner)
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._recorder = StepRecorder(DeviceClock(self._device))
         self._kernels = [(path, kind, kernel) for path, _, kind, lookup in lookups for kernel in kernels_in(lookup)]
@@ -92,9 +88,7 @@ class Observer:
         try:
             self._hooks.listen_to_collectives()
             # Only now: a refused observation is no run, and ranks count their runs alike.
-            self._run = ObservedRun(
-                _run_id(path), started, ranks, hosts, dist.get_backend(), planned.plan, planned.lookups
-            )
+            self._run = ObservedRun(_run_id(path), started, ranks, hosts, dist.get_backend(), *prediction)
             for module, sampler in self._samplers.items():
                 self._hooks.listen_to_inputs(module, guarded(sampler.add, _not_counted))
             for index, (_, _, kernel) in enumerate(self._kernels):
@@ -204,7 +198,7 @@ def _described(path: str, sharding_type: str, kernel: Any, samples: int) -> Obse
 def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> Prediction:
     """Return the prediction of the model's plan, on rank 0, if the planner can predict it."""
     if not isinstance(planner, DreamShardPlanner):
-        return Prediction()
+        return None, {}
     if not hasattr(model, "plan"):  # on all ranks: others would wait for one that raises alone
         raise ObservationError("the model has no plan to predict: give the DistributedModelParallel itself")
     if isinstance(model, DMPCollection):
@@ -218,12 +212,12 @@ def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> Prediction
 def predicted(planner: EmbeddingShardingPlanner, plan: ShardingPlan | None = None) -> Prediction:
     """Return a planner's prediction of a plan, by default of its last one; empty on ranks that have not planned."""
     if dist.get_rank() or not isinstance(planner, DreamShardPlanner):
-        return Prediction()
+        return None, {}
     try:
-        return Prediction(planner.saved_plan(plan), planner.lookups_per_sample())
+        return planner.saved_plan(plan), planner.lookups_per_sample()
     except (DreamShardError, PlannerError) as error:
         logger.warning("no prediction is kept beside what is observed: %s", error)
-        return Prediction()
+        return None, {}
 
 
 def _run_id(path: str) -> str:

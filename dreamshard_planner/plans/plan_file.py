@@ -359,7 +359,7 @@ class SavedPlan:
             PlanError: missing, truncated, foreign, of another version, or damaged; names the file, the entry and what
                 is wrong with it.
         """
-        document = entries_of(path, FORMAT, range(VERSION, VERSION + 1), "plan and save again", PlanError)
+        document = entries_of(path, FORMAT, VERSION, "plan and save again", PlanError)
         saved = parsed(cls, {**document, "name": Path(path).name}, path, PlanError)
         if saved.inputs.tables and not saved.alone_ms:
             raise PlanError(f"{path}: alone_ms has no table: plan and save again")

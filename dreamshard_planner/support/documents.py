@@ -67,13 +67,13 @@ def document_of(value: Any) -> Any:
     return deepcopy(value)
 
 
-def entries_of(path: str | Path, form: str, known: range, remedy: str, error: type[DreamShardError]) -> dict[str, Any]:
+def entries_of(path: str | Path, form: str, known: int, remedy: str, error: type[DreamShardError]) -> dict[str, Any]:
     """Return the entries of one of this package's JSON files, without format and version.
 
     Args:
         path: the file.
         form: its format.
-        known: readable versions.
+        known: readable version.
         remedy: advice for older files.
         error: raised for any other file; names it.
     """
@@ -84,13 +84,13 @@ def entries_of(path: str | Path, form: str, known: range, remedy: str, error: ty
     return document
 
 
-def check_version(where: object, version: Any, known: range, remedy: str, error: type[DreamShardError]) -> None:
-    """Raise ``error``, which names ``where``, unless the version is among the known ones."""
+def check_version(where: object, version: Any, known: int, remedy: str, error: type[DreamShardError]) -> None:
+    """Raise ``error``, which names ``where``, unless the version is the known one."""
     if type(version) is not int or version < 1:
         raise error(f"{where}: unreadable version {brief(version)}")
-    if version not in known:
-        age, hint = ("older", remedy) if version < known.start else ("newer", "upgrade the package")
-        raise error(f"{where}: version {brief(version)} is {age} than this package reads ({known.stop - 1}): {hint}")
+    if version != known:
+        age, hint = ("older", remedy) if version < known else ("newer", "upgrade the package")
+        raise error(f"{where}: version {brief(version)} is {age} than this package reads ({known}): {hint}")
 
 
 def parsed(kind: type[T], document: Any, where: object, error: type[DreamShardError]) -> T:

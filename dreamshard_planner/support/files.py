@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Files: written whole or not at all, locked while they grow, and read in bounded memory whatever is in them."""
+"""Files: written whole or not at all, locked, and read in bounded memory whatever is in them."""
 
 from __future__ import annotations
 
@@ -75,31 +75,19 @@ def _new_beside(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, Path]]
         raise FileError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def open_locked(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open or make a file, unbuffered, and lock it for this process until it is closed.
+def open_locked(path: Path, wait: bool = False) -> BinaryIO:
+    """Open or make a file and its folder, and lock it for this process until it is closed.
 
     Raises:
-        FileError: another process has it, or it cannot be opened; names the file.
+        FileError: another process has it, unless that is to ``wait`` for; or it cannot be opened. Names the file.
     """
     try:
-        while True:
-            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
-            try:
-                found = os.fstat(file.fileno())
-                if not stat.S_ISREG(found.st_mode):
-                    raise FileError(f"{path}: is no regular file")
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Its last owner may have removed or replaced it just before; then the lock is on nothing.
-                if os.path.exists(path) and os.path.samestat(found, os.stat(path)):
-                    return file
-            except BaseException:
-                file.close()
-                raise
-            file.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab")  # noqa: SIM115 (held by the caller)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
     except BlockingIOError as error:
         raise FileError(f"{path}: another process is writing to it") from error
-    except FileError:
-        raise
     except OSError as error:
         raise FileError(f"{path}: cannot be opened for writing: {error.strerror or error}") from error
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Timer
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
@@ -32,24 +31,8 @@ def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> 
         yield lambda note, steps=1: bar.update(task, completed=min(bar.tasks[0].completed + steps, most), note=note)
 
 
-LONG_SECONDS = 10.0
-"""Time after which a log names a running step."""
-
-
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Say on stderr that a step runs: on a terminal with a clock that vanishes, elsewhere if it takes long."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    if console.is_terminal:
-        columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            bar.add_task("", total=None)
-            yield
-        return
-    late = Timer(LONG_SECONDS, console.print, [f"{what} ..."])
-    late.daemon = True
-    late.start()
-    try:
+    """Show on a terminal's stderr that a step runs."""
+    with Console(stderr=True, markup=False).status(what):
         yield
-    finally:
-        late.cancel()

@@ -176,11 +176,6 @@ class BatchSampler:
         self._counts = BatchCounts()
         self._copy: tuple[KeyedJaggedTensor, torch.cuda.Event] | None = None
 
-    @property
-    def counted(self) -> int:
-        """Number of batches counted, without a copy under way."""
-        return self._counts.batches
-
     def add(self, batch: KeyedJaggedTensor) -> None:
         """Count one batch if it is its turn, on the stream that may read it; StatisticsError if its keys differ."""
         self.seen += 1

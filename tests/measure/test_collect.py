@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.errors import DatasetError
+from dreamshard_planner.errors import DatasetError, FileError
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import draw_sets
@@ -72,7 +72,7 @@ def test_a_damaged_block_is_named_and_left_alone(tmp_path: Path) -> None:
 def test_a_folder_has_one_collection_at_a_time_and_one_seed(tmp_path: Path) -> None:
     folder = tmp_path / "sets.blocks"
     run(SMALL_SETS[:2], folder)
-    with open_locked(folder / "lock"), pytest.raises(DatasetError, match="another process"):
+    with open_locked(folder / "lock"), pytest.raises(FileError, match="another process"):
         run(SMALL_SETS, folder)
     with pytest.raises(DatasetError, match="seed 0, asked for 5"):
         run(SMALL_SETS, folder, seed=5)

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from dreamshard_planner.support import progress
-from dreamshard_planner.support.progress import progress_bar, working
+from dreamshard_planner.support.progress import progress_bar
 
 
 @pytest.mark.parametrize(("total", "shown"), [(3, "3/3"), (None, "7/?")])
@@ -19,16 +16,3 @@ def test_no_more_is_shown_than_there_is_to_do(
         advance("", 2)
         advance("", 5)
     assert shown in capsys.readouterr().err
-
-
-def test_a_log_has_what_takes_long_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with working("planning"):
-        pass
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "LONG_SECONDS", 0.0)
-    with working("planning"):
-        while not (said := capsys.readouterr().err):
-            time.sleep(0.01)
-    assert said == "planning ...\n"
