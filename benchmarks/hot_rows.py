@@ -62,7 +62,7 @@ from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, Tabl
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
-from dreamshard_planner.hot_rows.routing import HotIndex
+from dreamshard_planner.hot_rows.sharded import HotIndex
 from dreamshard_planner.measure.collectives import TRIMMED, measure
 from dreamshard_planner.observing.step_comparison import Step
 from dreamshard_planner.workload.hot_rows import HotRows

@@ -77,12 +77,12 @@ def learn_from(folder: Path, run_id: str) -> dict[str, str]:
         run_id: the run to plan again.
 
     Returns:
-        Sentences for the training's log: ``learned``, and ``better`` if a better plan is known.
+        Sentences for the training's log: ``learned``, which may be empty, and ``better`` if a better plan is known.
     """
     observation = _newest(folder, run_id)
     run = next(one for one in observation.runs if one.id == run_id)
     checkpoint = _learned(observation, run.world_size)
-    told = dict(zip(("learned",), choice.learned_from(checkpoint, str(observation.hardware["device"])), strict=False))
+    told = {"learned": choice.learned_from(checkpoint, str(observation.hardware["device"]))}
     if run.plan is not None:
         told |= _remember(observation, run, run.plan, folder.name, checkpoint)
     tables = [(one.stat().st_mtime, one) for one in (choice.home() / "tables").glob("*")]

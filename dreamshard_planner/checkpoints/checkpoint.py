@@ -31,7 +31,7 @@ from dreamshard_planner.support.documents import Amount, check_version, one_of, 
 from dreamshard_planner.support.files import brief, check_readable, parse_json, write_whole
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.workload.features import NETWORK_FEATURES, covers, feature_matrix
+from dreamshard_planner.workload.features import NETWORK_FEATURES, feature_matrix
 from dreamshard_planner.workload.tables import Workload
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _description_of(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(description, dict):
         raise CheckpointError(f"{path}: its description must be a mapping, got {brief(description)}")
     features = description.get("features")
-    if not isinstance(features, list) or not covers(features):
+    if not isinstance(features, list) or tuple(features[: len(NETWORK_FEATURES)]) != NETWORK_FEATURES:
         raise CheckpointError(f"{path}: made for other features than this package computes; train it again")
     parsed(_Description, description, path, CheckpointError)
     return description
@@ -197,21 +197,14 @@ def _network_of(
         raise CheckpointError(f"{path}: the {what} network does not fit this package (see {brief(wrong)})")
     network, state = make(config), {name: file.get_tensor(prefix + name) for name in held}
     for name, tensor in state.items():
-        _check_values(path, f"{what} network", name, tensor, expected[name].dtype)
+        dtype, bounded = expected[name].dtype, not name.endswith(UNBOUNDED)
+        if tensor.dtype != dtype or tensor.isnan().any() or (bounded and tensor.isinf().any()):
+            raise CheckpointError(f"{path}: the {what} network holds NaN, infinite values or no {dtype} in {name}")
     try:
         network.load_state_dict(state)
     except ValueError as error:
         raise CheckpointError(f"{path}: the {what} network: {error}") from error
     return network.eval()
-
-
-def _check_values(path: Path, network: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise CheckpointError(f"{path}: the {network} holds {tensor.dtype} in {name}, not {dtype}")
-    if tensor.isnan().any():
-        raise CheckpointError(f"{path}: the {network} holds NaN in {name}")
-    if tensor.isinf().any() and not name.endswith(UNBOUNDED):
-        raise CheckpointError(f"{path}: the {network} holds infinite values in {name}")
 
 
 def _check_sense(path: Path, policy: Policy, cost: ComputeCost | None) -> None:

@@ -279,17 +279,15 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
     return tuple(notes)
 
 
-def learned_from(checkpoint: Checkpoint, compute_device: str) -> tuple[str, ...]:
+def learned_from(checkpoint: Checkpoint, compute_device: str) -> str:
     """Return a text on costs that trainings on this hardware taught; empty for other costs."""
     learned, hardware = (checkpoint.metadata.get(section, {}) for section in ("learned", "hardware"))
     here = describe_hardware("cpu", 1)["name"] if compute_device == "cpu" else hardware.get("name")
     if not learned or (hardware.get("device"), hardware.get("name")) != (compute_device, here):
-        return ()
+        return ""
     runs, sets = learned["runs"], sum(check["sets"] for check in learned["checks"])
-    off = (
-        f", {100 * sum(check['after'] * check['sets'] for check in learned['checks']) / sets:.0f} % off" if sets else ""
-    )
-    return (f"costs learned from {runs} run{'s' * (runs > 1)} on this hardware{off}",)
+    off = sum(check["after"] * check["sets"] for check in learned["checks"]) / max(1, sets)
+    return f"costs learned from {runs} run{'s' * (runs > 1)} on this hardware" + f", {100 * off:.0f} % off" * bool(sets)
 
 
 def confidence(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> str:
@@ -312,7 +310,7 @@ def confidence(checkpoint: Checkpoint, topology: Topology, uses_network: bool = 
         kind = "CPU" if device == "cpu" else "card"
         return f"measured on another {kind}, {name}: absolute times may be several times off; observe and learn"
     if learned := learned_from(checkpoint, planned):
-        return learned[0]
+        return learned
     errors = [check["after"] for check in metadata.get("calibration", {}).get("checks", ())]
     errors = errors or metadata.get("validation", {}).get("network_mape") or []
     return "measured on this hardware" + (f", {100 * sum(errors) / len(errors):.0f} % off" if errors else "")

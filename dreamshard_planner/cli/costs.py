@@ -50,8 +50,6 @@ FilesArgument = Annotated[
         help="Files of observe(...), all ranks and runs; observation.json stands for observation.0.json and so on."
     ),
 ]
-MAX_TABLES = 100
-"""Most tables of a collected set."""
 
 
 @command("dreamshard doctor", Panel.costs)
@@ -238,8 +236,8 @@ def collect(
     sets: Annotated[int, typer.Option(min=1, help="Number of sets to draw.", **ADVANCED)] = 5000,
     seconds: Annotated[float | None, SECONDS(min=0, help="Time after which to stop, to be continued.")] = None,
     batch_sizes: Annotated[
-        str | None,
-        typer.Option(help="Samples that a kernel sees, separated by commas; default: by device.", **ADVANCED),
+        list[int] | None,
+        typer.Option(min=1, help="Samples that a kernel sees; repeatable; default: by device.", **ADVANCED),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.", **ADVANCED)] = 5,
     device: DeviceOption = Device.cpu,
@@ -249,19 +247,14 @@ def collect(
 ) -> None:
     """Measure random sets of tables as fused kernels. The same command continues an interrupted run."""
     from dreamshard_planner.measure.collect import collect
-    from dreamshard_planner.measure.sets import SHARD_SHARE, draw_sets
+    from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, draw_sets
     from dreamshard_planner.training import pool_tables
 
     folder = out.with_suffix(".blocks")
     if folder == out:
         raise typer.BadParameter(f"{out}: the measured blocks go there; a dataset ends in .npz")
-    names = listed(pools)
-    try:
-        batches = None if batch_sizes is None else [int(size) for size in batch_sizes.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
-    tables = pool_tables(names)[held_out]
-    drawn = draw_sets(tables, sets, seed, batches, MAX_TABLES, device=device.value, shard_share=SHARD_SHARE)
+    tables = pool_tables(listed(pools))[held_out]
+    drawn = draw_sets(tables, sets, seed, batch_sizes or None, MAX_TABLES, device=device.value, shard_share=SHARD_SHARE)
     with _measuring():
         dataset = collect(drawn, folder, device.value, threads, repeats, seed, seconds)
     dataset.save(out)

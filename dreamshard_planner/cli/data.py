@@ -56,17 +56,6 @@ def parquet(
     _keep(counted, out, format)
 
 
-@command("dreamshard stats show statistics.json", name="show", of=stats)
-def show_(
-    path: Annotated[Path, typer.Argument(help="Statistics, .json.")], format: FormatOption = Format.table
-) -> None:
-    """Show a file of statistics, by feature."""
-    from dreamshard_planner.workload.statistics import TableStatistics
-
-    counted = TableStatistics.from_json(path)
-    show(_document(counted), format, _table(counted, str(path)))
-
-
 @command("dreamshard stats merge monday.json tuesday.json --out week.json", of=stats)
 def merge(
     paths: Annotated[list[Path], typer.Argument(help="Statistics, .json, all of one batch size.")],

@@ -25,7 +25,6 @@ from dreamshard_planner.support.files import brief, check_writable
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job
     from dreamshard_planner.plans.plan_file import SavedPlan
-    from dreamshard_planner.search_space.placement_rules import PlacementRules
     from dreamshard_planner.workload.statistics import TableStatistics
 
 ADVANCED: dict[str, Any] = {"rich_help_panel": "Advanced"}
@@ -273,20 +272,6 @@ class JobOptions(RatingOptions):
     sharding_types: Annotated[
         str | None, typer.Option(help="TorchRec's names, separated by commas; default: all.", **ADVANCED)
     ] = None
-    together: Annotated[
-        list[str] | None,
-        typer.Option(help="Tables to keep on one rank; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
-    ] = None
-    apart: Annotated[
-        list[str] | None,
-        typer.Option(help="Tables to keep on different ranks; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
-    ] = None
-    on_ranks: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Ranks that may hold a table, as user_id=0,2,4-7; repeatable.", metavar="TABLE=RANKS", **ADVANCED
-        ),
-    ] = None
     sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).", **ADVANCED)] = None
     sync_interval: Annotated[int, COUNT(help="Batches between two averagings of the groups' replicas.", **ADVANCED)] = 1
     exact_training: Annotated[
@@ -313,7 +298,7 @@ class JobOptions(RatingOptions):
         """Return the job; finds mistakes in it before anything is planned."""
         if self.sync_interval != 1 and self.sharding_group is None:
             raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
-        machine, rules = self.machine(), self._placement_rules()
+        machine = self.machine()
         from dreamshard_planner.offline.jobs import Job, read_model
         from dreamshard_planner.planning.ranks import ShardingGroups
 
@@ -324,7 +309,6 @@ class JobOptions(RatingOptions):
             "sharding_types": None if self.sharding_types is None else self._sharding_types(self.sharding_types),
             "exact_training": self.exact_training,
             "optimizers_attached": True,  # the plan is for this package's DistributedModelParallel
-            "placement_rules": rules,
             "sharding_groups": None if size is None else ShardingGroups(size=size, sync_interval=self.sync_interval),
             **self.settings(),
         }
@@ -332,24 +316,6 @@ class JobOptions(RatingOptions):
         for text in job.doubtful:
             typer.echo(f"note: {text}", err=True)
         return job
-
-    def _placement_rules(self) -> PlacementRules | None:
-        if not (self.together or self.apart or self.on_ranks):
-            return None
-        from dreamshard_planner.search_space.placement_rules import PlacementRules
-
-        on_ranks: dict[str, list[int]] = {}
-        for text in self.on_ranks or ():
-            name, equals, ranks = text.rpartition("=")
-            if not equals or not name.strip():
-                raise typer.BadParameter(f"--on-ranks {text!r}: give a table and its ranks, as user_id=0,2,4-7")
-            if on_ranks.setdefault(name.strip(), found := ranks_of(ranks)) is not found:
-                raise typer.BadParameter(f"--on-ranks names table {name.strip()!r} twice")
-        together, apart = ([listed(text) for text in given or ()] for given in (self.together, self.apart))
-        try:
-            return PlacementRules(together=together, apart=apart, on_ranks=on_ranks)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
 
     def _sharding_types(self, given: str) -> tuple[str, ...]:
         from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES

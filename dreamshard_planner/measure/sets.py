@@ -29,7 +29,9 @@ WORK_SPREAD = 40.0
 """Ratio of the largest to the smallest limit of drawn sets, log-uniform between. One limit for all would put most of
 the time into sets near it."""
 SHARD_SHARE = 0.2
-"""Share of shards among the sets to measure."""
+"""Share of shards among the sets to measure, as TorchRec fuses them where it splits tables."""
+MAX_TABLES = 100
+"""Tables of the largest set to measure."""
 KINDS = ("column", "row", "grid")
 MAX_ROW_BLOCKS = 128
 MAX_SLICES = 4  # of one table on one device
@@ -84,7 +86,6 @@ def draw_sets(
     max_work: float | None = None,
     device: str = "cpu",
     shard_share: float = 0.0,
-    kinds: Sequence[str] = KINDS,
 ) -> list[list[Workload]]:
     """Draw groups of tables to measure, a share of them cut into shards.
 
@@ -105,7 +106,6 @@ def draw_sets(
         max_work: limit of all sets. Default: a random one for each, up to ``MAX_SET_WORK`` of the device.
         device: ``cpu`` or ``cuda``.
         shard_share: share of the sets that are cut, evenly among the others.
-        kinds: cuts to choose from.
     """
     batch_sizes = BATCH_SIZES[device] if batch_sizes is None else batch_sizes
     if not tables or not batch_sizes or max_tables < 1:
@@ -150,7 +150,7 @@ def draw_sets(
             if work < least_work:
                 lightest, least_work = [workload], work
         drawn = group or lightest
-        sets.append(_cut(drawn, kinds, limit, generator) if is_cut else drawn)
+        sets.append(_cut(drawn, limit, generator) if is_cut else drawn)
     return sets
 
 
@@ -174,10 +174,10 @@ def set_work(workloads: Iterable[Workload]) -> float:
     return total
 
 
-def _cut(group: Sequence[Workload], kinds: Sequence[str], limit: float, generator: torch.Generator) -> list[Workload]:
+def _cut(group: Sequence[Workload], limit: float, generator: torch.Generator) -> list[Workload]:
     """Return shards of the tables of a set, as many as the limit of :func:`set_work` allows."""
     kind_share, blocks_share, skewed = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
-    kind = kinds[int(kind_share * len(kinds))]
+    kind = KINDS[int(kind_share * len(KINDS))]
     width_shares = torch.rand(len(group), generator=generator, dtype=torch.float64).tolist()
     shards = list(group)
     if kind != "row":

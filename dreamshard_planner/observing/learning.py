@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -262,7 +262,10 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     first = whole[0]
     alike = [run for run in whole if _ranks(run) == _ranks(first)]
     links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
-    seen = exchanges_of(alike, links, str(observation.hardware["device"]))
+    seen, more_bytes = defaultdict[str, list[ObservedExchange]](list), bag_bytes(str(observation.hardware["device"]))
+    for run in alike:
+        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing, more_bytes)):
+            seen[one.operation].append(one)
     learned: dict[str, Slowdown] = {}
     said = []
     for operation, points in seen.items():
@@ -307,15 +310,6 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
 
 def _ranks(run: ObservedRun) -> tuple[int, int, str]:
     return run.hosts, run.world_size, run.backend
-
-
-def exchanges_of(runs: Iterable[ObservedRun], links: Links, device: str) -> dict[str, list[ObservedExchange]]:
-    """Return exchanges that predictions can be compared with, by operation; ``links`` tell the time of sorting."""
-    seen: dict[str, list[ObservedExchange]] = defaultdict(list)
-    for run in runs:
-        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing, bag_bytes(device))):
-            seen[one.operation].append(one)
-    return seen
 
 
 def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
@@ -372,15 +366,12 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, more_bytes:
         yield ObservedExchange("lookups", calls, slowest, total * (run.world_size - 1), run.lookups_ms - sorting_ms)
 
 
-def mean_error(points: Sequence[ObservedExchange], links: Links) -> float:
-    """Return the mean relative error of predictions for one operation; 1 if it is not counted."""
-    model: CollectiveModel | None = getattr(links, points[0].operation)
-    return 1.0 if model is None else float(np.mean([abs(one.off(model)) for one in points]))
-
-
 def _learned(points: Sequence[ObservedExchange], links: Links) -> tuple[Slowdown | None, float, float]:
-    """Return a fit that is better on held-out points, if any, and the errors before and after."""
-    like, before = _like(links, points[0].operation), mean_error(points, links)
+    """Return a fit that is better on held-out points, if any, and the mean errors before and after; before, that of an
+    operation that is not counted is 1."""
+    model: CollectiveModel | None = getattr(links, points[0].operation)
+    before = 1.0 if model is None else float(np.mean([abs(one.off(model)) for one in points]))
+    like = _like(links, points[0].operation)
     if len(points) < 2:
         return None, before, before
     held_out = [one.off(_fit([other for other in points if other is not one], like).of(like)) for one in points]

@@ -21,8 +21,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
-from dreamshard_planner.hot_rows.index_dedup import dedup_notes
+from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows, dedup_notes
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.plan_notes import knows_lookups
 from dreamshard_planner.planning.remembered import Remembered, Replacement

@@ -13,7 +13,6 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import FitConfig
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.sets import SHARD_SHARE, draw_sets
 from dreamshard_planner.policy.reinforce import ReinforceConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
@@ -47,10 +46,6 @@ class TrainingConfig:
     """Timed runs of each set. Costs of other sets gain more by more sets than by more runs of each."""
     batch_sizes: tuple[int, ...] | None = None
     """Samples that the measured kernels see; default: ``BATCH_SIZES`` of the device."""
-    max_set_tables: int = 100
-    """Tables of the largest random set."""
-    shard_share: float = SHARD_SHARE
-    """Share of the random sets that are shards, as TorchRec fuses them where it splits tables."""
     arena_bytes: int | None = None
     """Memory for the weights of measured kernels; larger tables are folded into it. Default: that of ``Arena``."""
     num_tasks: int = 60
@@ -75,11 +70,6 @@ class TrainingConfig:
                 "seconds and rounds must be positive, test_share between 0 and 1, got "
                 f"{self.seconds}, {self.rounds} and {self.test_share}"
             )
-
-    def draw_sets(self, tables: Sequence[Table], num_sets: int, seed: int) -> list[list[Workload]]:
-        """Random sets to measure."""
-        sizes, most, share = self.batch_sizes, self.max_set_tables, self.shard_share
-        return draw_sets(tables, num_sets, seed, sizes, most, device=self.device, shard_share=share)
 
 
 QUICK = TrainingConfig(

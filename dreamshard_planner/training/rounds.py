@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,13 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import (
-    CostNetwork,
     CostNetworkConfig,
-    FitConfig,
     fit_cost_network,
     mape_2,
     predict_ms,
 )
 from dreamshard_planner.measure.hardware import hardware_name
+from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.support.progress import progress_bar
@@ -39,8 +39,10 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
         check_writable(file)
     train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
     max_sets = most_sets(config.seconds)
-    test_sets = config.draw_sets(test_tables, max_sets, config.seed + 1)
-    sets = config.draw_sets(train_tables, max_sets, config.seed)
+    draw = partial(
+        draw_sets, batch_sizes=config.batch_sizes, max_tables=MAX_TABLES, device=config.device, shard_share=SHARD_SHARE
+    )
+    test_sets, sets = draw(test_tables, max_sets, config.seed + 1), draw(train_tables, max_sets, config.seed)
     folders = [out.with_suffix(".test.blocks")]
     test = measure(config, test_sets, folders[0], config.test_share, progress, once=True)
 
@@ -74,7 +76,10 @@ def learn(
     train_tables, test_tables = pool_tables(config.pools)
     train_sets, test_sets = LabelledSets.of_dataset(train_data), LabelledSets.of_dataset(test_data, train_data.usual_ms)
     start = start_of(config.start, train_sets)
-    network = fit(config.fit, train_sets, progress, start.cost if start else None)
+    with progress_bar("fitting", config.fit.steps(len(train_sets)), progress) as advance:
+        network = fit_cost_network(
+            train_sets, None, config.fit, lambda _, loss: advance(f"loss {loss:.4f}"), start.cost if start else None
+        )
     metadata = {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "started_from": f"{start.name}, measured on {start.measured_on}" if start else None,
@@ -123,9 +128,3 @@ def start_of(start: Checkpoint | None, train_sets: LabelledSets) -> Checkpoint |
     if start is None or start.cost is None or train_sets.prior is not None or start.cost.roofline is not None:
         return None
     return start if start.cost.config == CostNetworkConfig() else None
-
-
-def fit(config: FitConfig, train_sets: LabelledSets, progress: bool, start: CostNetwork | None = None) -> CostNetwork:
-    """Fit a cost network; from ``start`` on, if :func:`start_of` found one."""
-    with progress_bar("fitting", config.steps(len(train_sets)), progress) as advance:
-        return fit_cost_network(train_sets, None, config, lambda _, loss: advance(f"loss {loss:.4f}"), start)

@@ -73,11 +73,6 @@ def optimizer_of(features_SF: Tensor) -> Tensor:
     return stateful_S.long() + adagrad_S.long()
 
 
-def covers(names: Sequence[str]) -> bool:
-    """Return whether ``names`` begin with :data:`NETWORK_FEATURES`."""
-    return list(names[: len(NETWORK_FEATURES)]) == list(NETWORK_FEATURES)
-
-
 def columns(names: Sequence[str]) -> list[int]:
     """Return the columns of ``names`` in a feature matrix."""
     return [FEATURE_INDEX[name] for name in names]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError, driver
 from dreamshard_planner.checkpoints import choice
-from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
+from dreamshard_planner.checkpoints.choice import SHIPPED, resolve
 from dreamshard_planner.cli import app
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.devices import UNKNOWN_CARD
@@ -160,11 +160,3 @@ def test_what_ships() -> None:
     assert roofline.cost is None and "roofline" in roofline.name
     for checkpoint in (measured, roofline):
         assert (SHIPPED / checkpoint.name).stat().st_size < 2**20
-
-
-def test_a_card_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
-    for name in ("nvidia-h200", "roofline"):
-        keep(tmp_path / f"{name}.safetensors")
-    assert shipped(tmp_path, "cuda", "NVIDIA H200").name == "nvidia-h200.safetensors"
-    for card in ("NVIDIA A100-SXM4-80GB", None):
-        assert shipped(tmp_path, "cuda", card).name == "roofline.safetensors"

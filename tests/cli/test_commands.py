@@ -209,7 +209,6 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
             "network",
         ),
         (("plan", *SMALL, "--costs", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
-        (("plan", *SMALL, "--on-ranks", "brand=1-2"), "table 'brand' names rank 2; there are ranks 0 to 1"),
         (("plan", *SMALL, "--gpus-per-node", "1e9"), "up to 32,768 ranks, not for 1,000,000,000"),
         (("info", "gone.json"), "gone.json: no such file"),
         (("stats", "parquet", "gone.parquet", "--batch-size", "8", "--out", "x.json"), "gone.parquet"),
@@ -236,10 +235,6 @@ def test_mistakes_are_one_line_and_status_1(
         (("plan", *SMALL, "--memory", "80"), "80GiB"),
         (("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--batch-size", "1.5"), "'1.5' is no whole number"),
         (("plan", *SMALL, "--sharding-types", "row_wise,diagonal"), "diagonal"),
-        (("plan", *SMALL, "--together", "brand"), "groups of two tables"),
-        (("plan", *SMALL, "--on-ranks", "brand"), "give a table and its ranks"),
-        (("plan", *SMALL, "--on-ranks", "brand=3-0"), "'3-0' is neither a rank"),
-        (("plan", *SMALL, "--on-ranks", "brand=0", "--on-ranks", "brand=1"), "names table 'brand' twice"),
         (("plan", *SMALL, "--inter-bandwidth", "200Gb"), "200Gb/s"),
         (("plan", *SMALL, "--memory", "9" * 400 + "GB"), "no size up to 1,048,576TiB"),
         (("plan", *SMALL, "--search-seconds", "nan"), "--search-seconds"),
@@ -404,23 +399,10 @@ def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -
     assert "dim 63" not in on_cpu and "dim 8,200" in on_cpu
 
 
-def test_rules_of_the_command_line_are_kept(tmp_path: Path) -> None:
-    rules = ("--together", "user_id,item_id,city", "--apart", "brand,category", "--on-ranks", "country=1")
-    report = json.loads(run("plan", *SMALL, *rules, "--on-ranks", "city=0-0", "--format", "json").stdout)["report"]
-    ranks = {table["name"].partition(".")[2]: table["ranks"] for table in report["tables"]}
-    assert ranks["user_id"] == ranks["item_id"] == ranks["city"] == [0] and ranks["country"] == [1]
-    assert not set(ranks["brand"]) & set(ranks["category"])
-    plan = str(tmp_path / "plan.json")
-    run("plan", *SMALL, *rules, "--out", plan)
-    fewer, more = json.loads(run("what-if", plan, "--vary", "gpus-per-node=1,4", "--format", "json").stdout)["sweeps"][
-        "ranks"
-    ]
-    assert "there are ranks 0 to 0" in fewer["reason"] and more["total_ms"] > 0
-
-
 def test_ranks_that_there_are_not_are_not_lost(folder: Path) -> None:
     lost = ("replan", str(folder / "plan.json"), "--steps", "9", "--lost", "1,9")
     assert "--lost 9: the ranks of plan.json are 0 to 1" in run(*lost, status=2).stderr
+    assert "'3-0' is neither a rank" in run(*lost[:-1], "3-0", status=2).stderr
 
 
 def test_what_if_varies_what_is_asked(folder: Path, tmp_path: Path) -> None:

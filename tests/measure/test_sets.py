@@ -11,7 +11,6 @@ from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dens
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure.kernels import check_group
 from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, GroupMix, draw_sets, set_work
-from dreamshard_planner.training import QUICK, pool_tables
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
 
 TABLES = [
@@ -70,20 +69,12 @@ def test_sets_stay_within_their_work(device: str) -> None:
     assert all(set_work(group) <= 2e5 or len(group) == 1 for group in cut)
 
 
-def draw(*kinds: str) -> list:
-    return draw_sets(TABLES, 150, 1, (64, 256), shard_share=1, kinds=kinds)
-
-
 def test_a_share_of_all_sets_is_of_shards() -> None:
     sets = draw_sets(TABLES, 100, 3, (256,), shard_share=0.25)
     whole = [all((s.rows, s.dim) == (OF_NAME[s.name].rows, OF_NAME[s.name].dim) for s in group) for group in sets]
     assert whole[0] and whole.count(False) == pytest.approx(25, abs=3)
     with pytest.raises(TaskError, match="between 0 and 1, got 2"):
         draw_sets(TABLES, 7, 3, shard_share=2)
-    tables = pool_tables(QUICK.pools)[0]  # trainings measure shards
-    rows = {table.name: table.rows for table in tables}
-    drawn = QUICK.draw_sets(tables, 40, seed=0)
-    assert sum(any(shard.rows < rows[shard.name] for shard in group) for group in drawn) >= 2
 
 
 def test_large_gradients_cost_more_per_element_on_cpu() -> None:

@@ -107,5 +107,3 @@ def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
     assert told[0]["trusted"] is True and math.isclose(told[0]["kinds"][0]["predicted_ms"][1], forward)
     Observation(hardware, (replace(run, plan=None),)).save(tmp_path / "bare.json")
     assert "no prediction was kept" in CliRunner().invoke(app, ["observed", str(tmp_path / "bare.json")]).stdout
-    info = CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"])
-    assert json.loads(info.stdout)["kind"] == "observation"
