@@ -134,7 +134,7 @@ def learn(
     with _refusal_told(path):
         made = learn(start, observation, path, force=force)
     told = made.metadata["learned"]
-    _tell_where(path, out is not None, made)
+    _tell_where(path, out is not None)
     typer.echo(f"corrected: {told['from']}", err=True)
     checks = [check["said"] for check in told["checks"]]
     show(told, format, "\n".join([*checks, *told["exchanges"], told["said"], *told["left_out"]]))
@@ -180,7 +180,7 @@ def calibrate(
             force=force,
         )
     told = made.metadata["calibration"]
-    _tell_where(path, out is not None, made)
+    _tell_where(path, out is not None)
     show(told, format, "\n".join(check["said"] for check in told["checks"]))
 
 
@@ -308,31 +308,18 @@ def _check_out(out: Path | None, quick: bool, roofline: bool = False) -> None:
         raise typer.BadParameter(f"--{'roofline' if roofline else 'quick'} makes {made}: say where to, with --out FILE")
 
 
-def _tell_where(out: Path, given: bool, made: Checkpoint) -> None:
-    """Say on stderr how to use a new checkpoint, and which plans take it by themselves."""
-    how = f'DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --costs {out}'
-    typer.echo(f"plan with it: {how}" if given else f"kept in {out}: {_taken_by(out, made, how)}", err=True)
-
-
-def _taken_by(out: Path, made: Checkpoint, how: str) -> str:
-    """Say which plans take a checkpoint of the user's own: it may be for other hardware or threads."""
-    from dreamshard_planner.checkpoints.choice import resolve
-    from dreamshard_planner.measure.hardware import hardware_name
-
-    hardware = made.metadata["hardware"]
-    try:
-        taken = resolve("auto", hardware["device"]).name
-    except CheckpointError as error:  # of another file, and no reason to fail: this one is made
-        return f"no plan takes it yet: {error}"
-    if taken == out.name:
-        return "plans on this machine take it now"
-    return f"plans for {hardware_name(hardware)} take it, those on this machine {taken}; plan with it by {how}"
+def _tell_where(out: Path, given: bool) -> None:
+    """Say on stderr how to use a new checkpoint."""
+    if given:
+        typer.echo(f'plan with it: DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --costs {out}', err=True)
+    else:
+        typer.echo(f"kept in {out}; dreamshard info auto tells which file plans on this machine take", err=True)
 
 
 def _show_made(checkpoint: Checkpoint, path: Path, given: bool, format: Format) -> None:
     """Show a new checkpoint's errors on held-out tables, and how to use it."""
     validation = checkpoint.metadata["validation"]
-    _tell_where(path, given, checkpoint)
+    _tell_where(path, given)
     show(validation, format, facts(validation, str(path)))
 
 

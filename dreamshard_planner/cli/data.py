@@ -72,19 +72,13 @@ def merge(
 def diff(
     before: Annotated[Path, typer.Argument(help="Older statistics, .json.")],
     after: Annotated[Path, typer.Argument(help="Newer statistics, .json.")],
-    every_feature: Annotated[bool, typer.Option("--all", help="Show all, not only those that drifted.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
     """Tell which features drifted. dreamshard replan tells whether planning again is worth it."""
     from dreamshard_planner.workload.statistics import TableStatistics
 
     found = TableStatistics.from_json(before).diff(TableStatistics.from_json(after))
-    rows = [
-        (f.name, f.pooling_before, f.pooling_after, *map(_share, (f.pooling_change, f.reuse_change, f.ids_change)))
-        for f in (found.features if every_feature else found.drifted)
-    ]
-    columns = ("feature", "lookups before", "after", "changed", "reuse changed", "ids changed")
-    show(found.to_dict(), format, str(found).splitlines()[0], *([grid(columns, rows)] if rows else []))
+    show(found.to_dict(), format, str(found))
 
 
 def _keep(counted: TableStatistics, out: Path, format: Format) -> None:
@@ -110,7 +104,3 @@ def _document(counted: TableStatistics) -> dict[str, Any]:
 def _table(counted: TableStatistics, title: str) -> Table:
     columns = ("feature", "lookups per sample", "batch size", "batches", "distinct rows", "reads of each", "largest id")
     return grid(columns, [(name, *values.values()) for name, values in _document(counted).items()], title)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,8 +132,9 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "network starts from": checkpoint.get("started_from"),
         "corrected": checkpoint.get("corrected"),
         "learned": (checkpoint.get("learned") or {}).get("said"),
-        "error": _error(validation.get("network_mape")),
     }
+    if errors := validation.get("network_mape"):
+        told["error"] = "{:.0%} forward, {:.0%} backward, on held-out sets of all kinds".format(*errors)
     over = validation.get("policy_over_rule") or {}
     told |= {f"policy against {rule}": f"{share:.2f} of its cost" for rule, share in over.items()}
     if collectives := checkpoint.get("collectives"):
@@ -142,13 +143,6 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
         told["collectives"] = f"{collectives['world_size']} ranks of {collectives['hardware']['name']}"
         told |= {name: _collective(fit) for name, fit in fits_of(collectives).items()}
     return {name: text for name, text in told.items() if text}
-
-
-def _error(shares: Sequence[float] | None) -> str | None:
-    if not shares:
-        return None
-    forward, backward = shares
-    return f"{forward:.0%} forward, {backward:.0%} backward, on held-out sets of all kinds"
 
 
 def _collective(fit: CollectiveFit) -> str:

@@ -90,16 +90,15 @@ def test_auto_takes_what_was_learned_for_its_hardware_and_threads(
 
     h100 = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3"}
     for hardware, shipped in ((h100, "nvidia-h100-80gb-hbm3"), ({"name": "abacus"}, "cpu")):
-        said, device = told(**hardware), hardware.get("device", "cpu")
-        here = resolve("auto", device).name
-        assert f"corrected: {shipped}.safetensors" in said
-        assert f"plans for {hardware['name']}, {own} thread(s) take it, those on this machine {here}" in said
+        assert f"corrected: {shipped}.safetensors" in told(**hardware)
+        device = hardware.get("device", "cpu")
         made = resolve("auto", device, card=hardware["name"])
-        assert made.name.endswith("-learned.safetensors") and made.cost is not None and here != made.name
-    assert "plans on this machine take it now" in told(threads=8 * own)  # the nearest there is
-    assert "plans on this machine take it now" in told(threads=own)
-    taken = resolve("auto", "cpu").name
-    assert f"{8 * own} thread(s) take it, those on this machine {taken}; plan with it by" in told(threads=8 * own)
+        assert made.name.endswith("-learned.safetensors") and made.cost is not None
+        assert resolve("auto", device).name != made.name
+    told(threads=8 * own)
+    assert f"-{8 * own}-threads-learned" in resolve("auto", "cpu").name  # the nearest there is
+    told(threads=own)
+    assert f"-{own}-threads-learned" in resolve("auto", "cpu").name
 
 
 def test_what_was_observed_in_earlier_runs_is_not_called_unseen(tmp_path: Path) -> None:
