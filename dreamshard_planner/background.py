@@ -44,7 +44,6 @@ TABLES = 64
 """Sets of tables to remember; those that were trained longest ago are removed."""
 LEAST_GAIN = 0.02
 """Share of an observed step from which on a better plan is told."""
-DAY_SECONDS = 86_400
 
 
 def main(words: Sequence[str]) -> None:
@@ -105,9 +104,6 @@ def _newest(folder: Path, run_id: str) -> Observation:
     for name in newest[RUNS:]:
         for path in folder.glob(f"{name}.*"):
             path.unlink(missing_ok=True)
-    for part in folder.glob(".*.part"):  # of a process that was killed
-        if time.time() - part.stat().st_mtime > DAY_SECONDS:
-            part.unlink(missing_ok=True)
     runs = {run_id: Observation.load_all([folder / f"{run_id}.json"])}
     for name in newest[1:RUNS]:
         try:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
@@ -22,7 +24,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from dreamshard_planner.across_plans.reading import (
     STEP_COUNT,
     BoundedReader,
-    FillingPlanner,
     KeyPath,
     Read,
     RefusedError,
@@ -89,8 +90,11 @@ def users_error(failure: CheckpointException) -> BaseException:
     return next((error for error in errors if isinstance(error, DreamShardError)), failure)
 
 
-class AcrossPlansLoadPlanner(FillingPlanner):
-    """Load planner of :func:`load_across_plans`, for direct calls of ``torch.distributed.checkpoint``."""
+class AcrossPlansLoadPlanner(DefaultLoadPlanner):
+    """Load planner of :func:`load_across_plans`, for direct calls of ``torch.distributed.checkpoint``.
+
+    Reads are copied into shards, or added with their share.
+    """
 
     metadata: Metadata
 
@@ -120,7 +124,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         states = {(weight, name) for weight, names in self._states.items() for name in names}
         optimizer, entries = _has_states(self.original_state_dict), set(self.original_state_dict)
         asked = set(self._weights), states, optimizer, set(self.mappings), entries
-        return LoadPlan(self.keep(reads), planner_data=asked)
+        self._shares = {read.item: read.share for read in reads if read.share is not None}
+        return LoadPlan([read.item for read in reads], planner_data=asked)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Raise for entries that no rank asks for; runs on one rank."""
@@ -135,6 +140,28 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             problems += self._left_over(weights, states)
         _raise([*problems, *self._others_left_over(keys, entries)])
         return global_plan
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        for index in {item.dest_index for item in self._shares}:
+            self.lookup_tensor(index).detach().zero_()
+        return new_plan
+
+    def _landing(self, read_item: ReadItem) -> Tensor:
+        """Return the target part of a shard in its saved shape: a row's value may have a second dimension."""
+        shard, lengths = self.lookup_tensor(read_item.dest_index).detach(), read_item.lengths
+        if shard.dim() == len(lengths):
+            return narrow_tensor_by_index(shard, read_item.dest_offsets, lengths)
+        rows = shard.narrow(0, read_item.dest_offsets[0], lengths[0]) if shard.dim() and lengths else shard
+        return rows.view(lengths)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        landing = self._landing(read_item)
+        return torch.empty_like(landing, device="cpu") if read_item in self._shares else landing
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        if (share := self._shares.get(read_item)) is not None:
+            landing = self._landing(read_item)
+            landing.add_(tensor.to(landing.device), alpha=share)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn

@@ -27,10 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -334,37 +331,6 @@ def _slices_in_common(table: SavedTable, name: str, weights: ChunkStorageMetadat
     if join is None and (first, width) not in table.slices:
         raise RefusedError("has one value for each row, and no rule says what other column slices make of it")
     return dict(list(common.items())[:1]) if join is Join.SAME else common
-
-
-class FillingPlanner(DefaultLoadPlanner):
-    """Writes reads into shards: copied, or added with their share."""
-
-    def keep(self, reads: list[Read]) -> list[ReadItem]:
-        """Return the items of reads, and remember their shares."""
-        self._shares = {read.item: read.share for read in reads if read.share is not None}
-        return [read.item for read in reads]
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        for index in {item.dest_index for item in self._shares}:
-            self.lookup_tensor(index).detach().zero_()
-        return new_plan
-
-    def _landing(self, read_item: ReadItem) -> Tensor:
-        """Return the target part of a shard in its saved shape: a row's value may have a second dimension."""
-        shard, lengths = self.lookup_tensor(read_item.dest_index).detach(), read_item.lengths
-        if shard.dim() == len(lengths):
-            return narrow_tensor_by_index(shard, read_item.dest_offsets, lengths)
-        rows = shard.narrow(0, read_item.dest_offsets[0], lengths[0]) if shard.dim() and lengths else shard
-        return rows.view(lengths)
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        landing = self._landing(read_item)
-        return torch.empty_like(landing, device="cpu") if read_item in self._shares else landing
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        if (share := self._shares.get(read_item)) is not None:
-            landing = self._landing(read_item)
-            landing.add_(tensor.to(landing.device), alpha=share)
 
 
 _OWN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")

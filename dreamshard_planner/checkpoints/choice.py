@@ -211,9 +211,7 @@ def described_here(device: str, name: str | None, threads: int) -> dict[str, Any
 
 def observed_name(hardware: Mapping[str, Any]) -> str:
     """Return a name of hardware and libraries on which observed costs hold."""
-    threads = f"{hardware.get('threads', 1)} threads" if hardware["device"] == "cpu" else ""
-    releases = [f"{name} {_release(hardware.get(name))}" for name in ("torch", "fbgemm")]
-    return _slug(" ".join([str(hardware["device"]), str(hardware["name"]), threads, *releases]))
+    return _named(hardware, *(f"{name} {_release(hardware.get(name))}" for name in ("torch", "fbgemm")))
 
 
 def files() -> list[Path]:
@@ -235,6 +233,12 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+def _named(hardware: Mapping[str, Any], *more: str) -> str:
+    """Return device, name, threads on CPUs, and more, for file names."""
+    threads = f"{hardware.get('threads', 1)} threads" if hardware["device"] == "cpu" else ""
+    return _slug(" ".join([hardware["device"], hardware["name"], threads, *more]))
+
+
 def new_file(hardware: Mapping[str, Any], how: str = "") -> Path:
     """Return the path for a checkpoint measured on some hardware, and make the folder.
 
@@ -245,19 +249,17 @@ def new_file(hardware: Mapping[str, Any], how: str = "") -> Path:
     Raises:
         FileError: the folder cannot be made; or device or name are missing.
     """
-    device, name = hardware.get("device"), hardware.get("name")
-    if not (device and name):
+    if not (hardware.get("device") and hardware.get("name")):
         raise FileError(
             f"no name for a checkpoint of hardware that is not told ({brief(dict(hardware))}): say where to"
         )
-    parts = [device, name, f"{hardware.get('threads', 1)} threads" if device == "cpu" else "", how]
     try:
         folder().mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(
             f"{folder()}: the folder of your checkpoints cannot be made: {error.strerror}; set {VARIABLE}"
         ) from error
-    return folder() / f"{_slug(' '.join(parts))}.safetensors"
+    return folder() / f"{_named(hardware, how)}.safetensors"
 
 
 def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> tuple[str, ...]:

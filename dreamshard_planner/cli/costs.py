@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +64,7 @@ def doctor(format: FormatOption = Format.table) -> None:
         warnings.simplefilter("ignore")  # of half installed libraries; their findings say it
         findings = diagnose()
     rows = [(finding.subject, finding.found, finding.verdict, finding.advice) for finding in findings]
-    show([asdict(finding) for finding in findings], format, grid(("", "found", "", "advice"), rows))
+    show(findings, format, grid(("", "found", "", "advice"), rows))
     if any(finding.verdict in PREVENTS_PLANNING for finding in findings):
         raise typer.Exit(1)
 
@@ -90,7 +90,7 @@ def observed(
     found = [compare(run) for run in observation.runs]
     ranks = [[rank.rank for rank in run.ranks] for run in observation.runs]
     told = [table for one, of_run in zip(found, ranks, strict=True) for table in _tables(one, of_run)]
-    show([asdict(one) for one in found], format, *told)
+    show(found, format, *told)
 
 
 def _tables(found: RunComparison, ranks: list[int]) -> list[RenderableType]:

@@ -66,10 +66,12 @@ def written() -> Iterator[None]:
 
 
 def show(document: Any, format: Format, *tables: RenderableType) -> None:
-    """Show a document, or the result of its maker, as JSON; or the tables, texts as they are."""
+    """Show a document, dataclasses among it, or the result of its maker, as JSON; or the tables, texts as they are."""
     with written():
         if format is Format.json:
-            typer.echo(layout(_finite(document() if callable(document) else document)))
+            from dreamshard_planner.support.documents import document_of
+
+            typer.echo(layout(document_of(document() if callable(document) else document)))
             return
         console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
         for table in tables:
@@ -121,15 +123,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_cell, value))
     return str(value).replace("[", r"\[")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): _finite(part) for name, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def costliest(report: Report) -> RenderableType:

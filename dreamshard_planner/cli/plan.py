@@ -119,7 +119,7 @@ def what_if(
     effort = "quick" if options.effort is None else options.effort.value
     with working("planning"):
         found = what_if(job, varied, saved, effort)
-    show(found.to_dict(), format, *_sweeps(found, effort))
+    show(found, format, *_sweeps(found, effort))
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrec.distributed.planner.types import PlannerError
@@ -91,10 +91,6 @@ class WhatIf:
     sweeps: dict[str, tuple[Point, ...]]
     """By axis."""
     notes: tuple[Note, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the sweeps for JSON."""
-        return asdict(self)
 
 
 def what_if(

@@ -90,7 +90,7 @@ def test_a_plan_file_is_the_present_plan_and_stays_where_a_new_one_is_no_cheaper
     assert same.total_ms <= found.base.total_ms and not huge.fits and "do not fit" in huge.reason
     assert found.sweeps["hosts"][0].ranks == 8
     assert found.sweeps["intra_bytes_per_s"][0].total_ms <= kept_ms
-    assert found.to_dict()["base"]["ranks"] == 4 and "roofline" in found.cost_source
+    assert found.base.ranks == 4 and "roofline" in found.cost_source
     other = replace(present, machine=replace(present.machine, ranks_per_host=2))
     with pytest.raises(PlannerError):
         what_if(other, {}, saved)
