@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
-import os
 import resource
 import signal
 import sys
@@ -17,7 +15,6 @@ from typing import Any
 
 PATIENCE_SECONDS = 600
 """After which whatever is waited for hangs."""
-CAPABILITY_VERSION_3, DAC_OVERRIDE = 0x20080522, 1 << 1
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -55,13 +52,12 @@ def ended(*processes: BaseProcess) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def dreamshard(arguments: Sequence[str], stderr: Path, file_bytes: int | None = None, read_only: bool = False) -> None:
+def dreamshard(arguments: Sequence[str], stderr: Path, file_bytes: int | None = None) -> None:
     """The command in this process, which is one of :func:`start`.
 
     Args:
         stderr: file for what it says.
         file_bytes: no file may grow beyond, as on a disk that fills up while the command runs.
-        read_only: respect permissions, even as root.
     """
     from dreamshard_planner import cli
     from dreamshard_planner.support import files
@@ -70,16 +66,5 @@ def dreamshard(arguments: Sequence[str], stderr: Path, file_bytes: int | None = 
     if file_bytes is not None:
         files.MIN_FREE_BYTES = 1  # there was room when it began
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    if read_only and os.geteuid() == 0:
-        _respect_permissions()
     sys.argv = ["dreamshard", *arguments]
     cli.main()
-
-
-def _respect_permissions() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    header, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
-    if libc.capget(header, sets) == 0:
-        sets[0] &= ~DAC_OVERRIDE
-    if libc.capset(header, sets) != 0:
-        raise OSError(ctypes.get_errno(), "capset")

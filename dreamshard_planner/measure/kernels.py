@@ -30,7 +30,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.workload.reuse import BIN_UPPER, NUM_REUSE_BINS, TOP_COUNT, mean_reuse
+from dreamshard_planner.workload.reuse import BIN_UPPER, NUM_REUSE_BINS, TOP_COUNT
 from dreamshard_planner.workload.tables import Workload
 
 GROUP_FIELDS = ("batch_size", "weight_bytes", "pooled", "weighted", "optimizer", "memory")
@@ -154,17 +154,13 @@ def draw_inputs(workload: Workload, generator: torch.Generator) -> tuple[Tensor,
         if count:
             distinct = min(count, max(1, round(workload.distinct_rows / features)))
             histogram = workload.reuse_histogram
-            indices.append(draw_indices(histogram, workload.rows, count, generator, distinct_rows=distinct))
+            indices.append(draw_indices(histogram, workload.rows, count, generator, distinct))
     indices_L = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.int64, device=generator.device)
     return indices_L.long(), torch.cat(lengths)
 
 
 def draw_indices(
-    histogram: Sequence[float],
-    rows: int,
-    lookups: int,
-    generator: torch.Generator,
-    distinct_rows: float | None = None,
+    histogram: Sequence[float], rows: int, lookups: int, generator: torch.Generator, distinct_rows: float
 ) -> Tensor:
     """Draw indices, int64 [lookups], that realise a histogram as far as integers allow, on the generator's device.
 
@@ -173,14 +169,12 @@ def draw_indices(
         rows: of the table.
         lookups: indices to draw.
         generator: source of randomness.
-        distinct_rows: default: lookups over the histogram's mean reuse.
+        distinct_rows: rows to look up, as far as there are as many.
     """
     device = generator.device
     if lookups <= 0:
         return torch.empty(0, dtype=torch.int64, device=device)
     share_K = torch.as_tensor(histogram, dtype=torch.float64, device=device).clamp_min(0)
-    if distinct_rows is None:
-        distinct_rows = lookups / float(mean_reuse(share_K[None]).clamp_min(1.0))
     distinct = max(1, min(round(distinct_rows), rows, lookups))
     if not share_K.any():
         share_K[0] = 1.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -251,10 +252,8 @@ class ObservedRun:
     @property
     def embedding_share(self) -> float | None:
         """Share of kernels, outputs and lookups in a step, the mean of the ranks; None without times of steps."""
-        step_ms = sum(rank.median("step") for rank in self.ranks) / len(self.ranks)
-        kernels_ms = sum(rank.kernel_ms("forward") + rank.kernel_ms("backward") for rank in self.ranks) / len(
-            self.ranks
-        )
+        step_ms = fmean(rank.median("step") for rank in self.ranks)
+        kernels_ms = fmean(rank.kernel_ms("forward") + rank.kernel_ms("backward") for rank in self.ranks)
         known_ms = kernels_ms + self.outputs_ms + (self.lookups_ms or 0.0)
         return min(1.0, known_ms / step_ms) if step_ms else None
 

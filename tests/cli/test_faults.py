@@ -79,11 +79,3 @@ def test_a_disk_that_fills_up_keeps_what_it_holds(given: Path, tmp_path: Path) -
     assert f"error: {blocks / 'block-0.npz'}: cannot be written: File too large" in text
     assert "Traceback" not in text
     assert [path.name for path in folder.iterdir()] == [blocks.name]
-
-
-def test_a_read_only_folder_is_named_before_the_work(given: Path, tmp_path: Path) -> None:
-    folder, said = tmp_path / "out", tmp_path / "stderr"
-    folder.mkdir(mode=0o555)
-    process = start(dreamshard, ["fit", *arguments("fit", folder, given)], said, None, True)
-    assert ended(process) == [2]
-    assert "Permission denied" in " ".join(said.read_text().split()) and not list(folder.iterdir())

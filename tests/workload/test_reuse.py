@@ -129,8 +129,8 @@ def test_a_larger_batch_reads_no_fewer_rows_where_all_are_read_as_often(times: i
 
 def test_drawing_nothing_and_everything() -> None:
     generator = torch.Generator().manual_seed(0)
-    assert draw_indices(ONE_READ, 10, 0, generator).shape == (0,)
-    assert sorted(draw_indices(ONE_READ, 10, 10, generator).tolist()) == list(range(10))
+    assert draw_indices(ONE_READ, 10, 0, generator, 0).shape == (0,)
+    assert sorted(draw_indices(ONE_READ, 10, 10, generator, 10).tolist()) == list(range(10))
     # A histogram that these lookups can't have gives way to the number of lookups.
     assert len(draw_indices(ONE_READ, 3, 100, generator, distinct_rows=50)) == 100
     # More lookups than the counts of the last bin, by millions: as fast as any other.
