@@ -108,20 +108,15 @@ def untried(library: Library) -> str:
     return "" if release and low <= release <= high else f"accepted are {_text(low)} to {_text(high)}"
 
 
-def problems() -> list[str]:
-    """Return the problems of all libraries, as sentences; without importing any."""
+def warn_of_problems(stacklevel: int) -> None:
+    """Warn once of the problems of all libraries, without importing any."""
     found = []
     for library in LIBRARIES:
         if not _is_there(library.module):
             found.append(f"{library.name} is not installed: {how_to_install(library)}")
         elif tried := untried(library):
             found.append(f"{library.described() or f'{library.name} of unknown version'} has not been tried: {tried}")
-    return found
-
-
-def warn_of_problems(stacklevel: int) -> None:
-    """One warning for all of them."""
-    if found := problems():
+    if found:
         text = (
             f"dreamshard_planner works with torch, FBGEMM and TorchRec. {'. '.join(found)}. See also: dreamshard doctor"
         )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost, CostSource, overall_ms
 from dreamshard_planner.cost.dataset import LabelledSets
-from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
+from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, columns, scaling
 from dreamshard_planner.workload.tables import OUTPUT_BYTES
 from paper.placement_mdp import OBSERVATION_INDEX
 from paper.placement_policy import AnyPolicy
@@ -80,9 +80,9 @@ class PublishedTables(nn.Module):
 
     def initialize(self, features_SF: Tensor) -> None:
         """Fit the feature scaler to the shards of the training tables, [S, F]."""
-        scaler = Scaler.fit(features_SF[:, columns(self.FEATURES)])
-        self.feature_mean.copy_(scaler.mean_F)
-        self.feature_scale.copy_(scaler.scale_F)
+        mean_F, scale_F = scaling(features_SF[:, columns(self.FEATURES)])
+        self.feature_mean.copy_(mean_F)
+        self.feature_scale.copy_(scale_F)
 
     def represent(self, features_XF: Tensor) -> Tensor:
         """Representations of shards, [..., R]."""

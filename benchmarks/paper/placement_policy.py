@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.problem import Cost
-from dreamshard_planner.workload.features import DESCRIPTORS, Scaler, columns
+from dreamshard_planner.workload.features import DESCRIPTORS, columns, scaling
 from paper.placement_mdp import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
 
 LOGIT_STEP = 1e-3
@@ -95,9 +95,9 @@ class Policy(AnyPolicy):
 
     def initialize(self, features_SF: Tensor) -> None:
         """See :meth:`AnyPolicy.initialize`."""
-        scaler = Scaler.fit(features_SF[:, columns(DESCRIPTORS)])
-        self.descriptor_mean.copy_(scaler.mean_F)
-        self.descriptor_scale.copy_(scaler.scale_F)
+        mean_F, scale_F = scaling(features_SF[:, columns(DESCRIPTORS)])
+        self.descriptor_mean.copy_(mean_F)
+        self.descriptor_scale.copy_(scale_F)
 
     def represent(self, features_XF: Tensor) -> Tensor:
         """See :meth:`AnyPolicy.represent`."""

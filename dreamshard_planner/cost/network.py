@@ -31,7 +31,7 @@ from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.roofline import Kernels, RooflineCost
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, Scaler, columns, optimizer_of
+from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, columns, optimizer_of, scaling
 from dreamshard_planner.workload.tables import OPTIMIZERS
 
 NAMED_DESCRIPTORS = {
@@ -163,9 +163,9 @@ class CostNetwork(nn.Module, ComputeCost):
     def initialize(self, train: LabelledSets) -> None:
         """Set the scalers, the trained ranges and the additive start from measured sets."""
         for name, values in self._scaled_inputs(train).items():
-            scaler = Scaler.fit(values)
-            scaled = scaler(values)
-            fitted = {"mean": scaler.mean_F, "scale": scaler.scale_F, "low": scaled.amin(0), "high": scaled.amax(0)}
+            mean_F, scale_F = scaling(values)
+            scaled = (values - mean_F) / scale_F
+            fitted = {"mean": mean_F, "scale": scale_F, "low": scaled.amin(0), "high": scaled.amax(0)}
             for statistic, value in fitted.items():
                 getattr(self, f"{name}_{statistic}").copy_(value)
         if self.roofline is not None:

@@ -245,21 +245,17 @@ class Hooks:
 
         compat.after_backward(self._safe(ended))
 
-    def listen_to_kernel(self, name: str, kernel: nn.Module, called: Callable[[Step, Tensor, Tensor], None]) -> None:
-        """Time forward, and backward with the optimizer, of one of FBGEMM's modules.
-
-        Args:
-            name: start of the names of its times.
-            kernel: FBGEMM's module.
-            called: gets the indices and offsets of timed calls.
-        """
+    def listen_to_kernel(self, name: str, kernel: Any) -> None:
+        """Time forward, and backward with the optimizer, of FBGEMM's module in one of TorchRec's, and count what it
+        reads; ``name`` begins the names of both."""
         starts: list[Mark] = []
 
         def before(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             starts.clear()
-            if self._recorder.current is not None:
+            if (step := self._recorder.current) is not None:
                 both = {**dict(zip(("indices", "offsets"), given, strict=False)), **named}
-                called(self._recorder.current, both["indices"], both["offsets"])
+                step.count(f"{name} lookups", both["indices"].numel())
+                step.count(f"{name} samples", (both["offsets"].numel() - 1) // max(1, kernel.config.num_features()))
                 starts.append(self._clock.mark())
 
         def add(step: Step, way: str, start: Mark) -> None:
@@ -283,8 +279,8 @@ class Hooks:
                 output.grad_fn.register_hook(self._safe(lambda *_: add(step, "backward", begun.pop())))
 
         self._keep(
-            kernel.register_forward_pre_hook(self._safe(before), with_kwargs=True),
-            kernel.register_forward_hook(self._safe(after)),
+            kernel.emb_module.register_forward_pre_hook(self._safe(before), with_kwargs=True),
+            kernel.emb_module.register_forward_hook(self._safe(after)),
         )
 
     def listen_to_inputs(self, module: Any, told: Callable[[KeyedJaggedTensor], None]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner
@@ -30,7 +30,6 @@ from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.hooks import (
     DeviceClock,
     Hooks,
-    Step,
     StepRecorder,
     guarded,
     kernels_in,
@@ -92,18 +91,11 @@ class Observer:
             for module, sampler in self._samplers.items():
                 self._hooks.listen_to_inputs(module, guarded(sampler.add, _not_counted))
             for index, (_, _, kernel) in enumerate(self._kernels):
-                self._listen(index, kernel)
+                self._hooks.listen_to_kernel(f"kernel {index}", kernel)
             self._hooks.listen_to_steps(model)
         except BaseException:
             self._hooks.close()
             raise
-
-    def _listen(self, index: int, kernel: Any) -> None:
-        def called(step: Step, indices: Tensor, offsets: Tensor) -> None:
-            step.count(f"kernel {index} lookups", indices.numel())
-            step.count(f"kernel {index} samples", (offsets.numel() - 1) // max(1, kernel.config.num_features()))
-
-        self._hooks.listen_to_kernel(f"kernel {index}", kernel.emb_module, called)
 
     @property
     def id(self) -> str:

@@ -10,6 +10,7 @@ import gc
 import itertools
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from dreamshard_planner.observing.hooks import kernels_in, lookups_of
-from dreamshard_planner.observing.observation import WARM_UP, Observation, RankSteps
+from dreamshard_planner.observing.observation import WARM_UP, Observation
 from dreamshard_planner.observing.observer import END_DEFAULT, observe
 
 Step = Callable[[Iterator[Any]], object]
@@ -46,10 +47,13 @@ class StepComparison:
     def work(self, plan: str) -> dict[str, str]:
         """Return a step's embedding work in words, by kind: kernels of each sharding type, and collectives."""
         (run,) = self.observed[plan].runs
-        kinds = dict.fromkeys(kernel.sharding_type for rank in run.ranks for kernel in rank.kernels)
-        kernels_ms = {kind: sorted(_kernels_ms(rank, kind) for rank in run.ranks) for kind in sorted(kinds)}
+        kernels_ms: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(run.ranks))
+        for at, rank in enumerate(run.ranks):
+            for index, kernel in enumerate(rank.kernels):
+                ways = (rank.median(f"kernel {index} {way}") for way in ("forward", "backward"))
+                kernels_ms[kernel.sharding_type][at] += sum(ways)
         return {
-            **{f"{kind} kernels": f"{ms[0]:.2f}-{ms[-1]:.2f} ms" for kind, ms in kernels_ms.items()},
+            **{f"{kind} kernels": f"{min(ms):.2f}-{max(ms):.2f} ms" for kind, ms in sorted(kernels_ms.items())},
             **{name: f"{one.ms:.2f} ms, {max(one.bytes) / 1e6:.2f} MB" for name, one in run.collectives.items()},
         }
 
@@ -188,12 +192,6 @@ def _gathered(thing: Any) -> list[Any]:
     things: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(things, thing)
     return things
-
-
-def _kernels_ms(rank: RankSteps, kind: str) -> float:
-    """Return a rank's milliseconds of kernels of a sharding type, forward and backward."""
-    mine = [index for index, kernel in enumerate(rank.kernels) if kernel.sharding_type == kind]
-    return sum(rank.median(f"kernel {index} {way}") for index in mine for way in ("forward", "backward"))
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

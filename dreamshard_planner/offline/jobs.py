@@ -10,8 +10,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -276,14 +275,14 @@ class Job:
 
     def plan(self) -> DreamShardPlanner:
         """Return a planner that has planned the job; PlannerError if tables do not fit."""
-        with _known_warnings():
+        with warnings.catch_warnings(action="ignore", category=InputWarning):  # told once, as doubtful
             planner = self.planner()
             planner.plan(self.model.module, get_default_sharders())
         return planner
 
     def read(self) -> DreamShardPlanner:
         """Return a planner that has read the model, for existing plans."""
-        with _known_warnings():
+        with warnings.catch_warnings(action="ignore", category=InputWarning):  # told once, as doubtful
             planner = self.planner()
             planner.read(self.model.module, get_default_sharders())
         return planner
@@ -304,14 +303,6 @@ class ShareReservation(FixedPercentageStorageReservation):
             # Rounded, so that a plan file's share leaves the same bytes.
             setattr(after.storage, kind, round((1 - self._share) * getattr(before.storage, kind)))
         return left
-
-
-@contextmanager
-def _known_warnings() -> Iterator[None]:
-    """Suppress warnings that :attr:`Job.doubtful` tells once."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InputWarning)
-        yield
 
 
 def read_model(source: str) -> OfflineModel:

@@ -7,7 +7,7 @@ Shapes: S shards, F features.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from operator import attrgetter
 
 import numpy as np
@@ -177,20 +177,7 @@ def _cache_misses(w: Mapping[str, np.ndarray], lookups_S: np.ndarray) -> np.ndar
     return misses_S
 
 
-@dataclass(frozen=True)
-class Scaler:
-    """Normalisation by mean and standard deviation of training tables; constant columns are only centred."""
-
-    mean_F: Tensor
-    scale_F: Tensor
-
-    @classmethod
-    def fit(cls, features_SF: Tensor) -> Scaler:
-        """Fit to the columns of [S, F]."""
-        std_F = features_SF.double().std(dim=0, unbiased=False)
-        scale_F = torch.where(std_F > 1e-6, std_F, torch.ones_like(std_F))
-        return cls(features_SF.double().mean(dim=0).float(), scale_F.float())
-
-    def __call__(self, features_SF: Tensor) -> Tensor:
-        """Return scaled features of the same shape."""
-        return (features_SF - self.mean_F) / self.scale_F
+def scaling(features_SF: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of columns, [F] each; 1 for constant columns, which are only centred."""
+    std_F = features_SF.double().std(dim=0, unbiased=False)
+    return features_SF.double().mean(dim=0).float(), torch.where(std_F > 1e-6, std_F, 1.0).float()
