@@ -42,11 +42,11 @@ from torch import nn
 
 from common.output import provenance, table_of, wide_console, write_result
 from dlrm.job import Job, scale_tables
-from dlrm.options import Config, Node, argument_parser
+from dlrm.options import Config, Node, argument_parser, rank_cores
 from dlrm.steps import training_step
 from dreamshard_planner import Report, StepComparison, compare_steps
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.measure.ranks import local_ranks, rank_cores
+from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.report import noted

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchrec.distributed.planner import Topology
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner.measure.ranks import local_ranks, rank_cores
+from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.search.placing import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -133,6 +133,14 @@ class Node:
         things: list[Any] = [None] * self.world_size
         dist.all_gather_object(things, thing)
         return things
+
+
+def rank_cores(local_rank: int, local_world_size: int) -> list[int] | None:
+    """Return one rank's own cores of its host; None if there are fewer cores than ranks, or no affinities."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[local_rank::local_world_size] if len(cores) >= local_world_size else None
 
 
 @contextmanager

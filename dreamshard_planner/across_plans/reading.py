@@ -170,10 +170,8 @@ class SavedTable:
     """Name in plans."""
     entry: TensorStorageMetadata
     """Metadata of the weights."""
-    states: dict[str, str] = field(default_factory=dict)
-    """Keys of tensor states by name."""
-    state_entries: dict[str, TensorStorageMetadata] = field(default_factory=dict)
-    """Metadata of tensor states by name."""
+    states: dict[str, tuple[str, TensorStorageMetadata]] = field(default_factory=dict)
+    """Keys and metadata of tensor states by name."""
 
     @property
     def slices(self) -> tuple[tuple[int, int], ...]:
@@ -199,8 +197,7 @@ def saved_tables(metadata: Metadata) -> dict[str, SavedTable]:
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and (state := state_of(where[key], found)):
             weight, name = state
-            found[weight].states.setdefault(name, key)
-            found[weight].state_entries.setdefault(name, entry)
+            found[weight].states.setdefault(name, (key, entry))
     return found
 
 
@@ -297,7 +294,7 @@ def state_reads(
     Raises:
         RefusedError: no rule converts the saved state.
     """
-    key, entry, rows = table.states[name], table.state_entries[name], table.entry.size[0]
+    (key, entry), rows = table.states[name], table.entry.size[0]
     if JOINS.get(name) is Join.SINGLE:
         zeros, ones = torch.Size([0] * len(entry.size)), torch.Size([1] * len(entry.size))
         saved = MetadataIndex(key, entry.chunks[0].offsets, 0)
@@ -413,7 +410,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     for index, stored in metadata.storage_data.items():
         sizes[index.fqn] += stored.length
     for _, table in sorted(saved_tables(metadata).items()):
-        keys = {table.key, *table.states.values()}
+        keys = {table.key, *(key for key, _ in table.states.values())}
         others -= keys
         tables[table.name] = {
             "rows": table.entry.size[0],
@@ -421,7 +418,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             "data_type": str(table.entry.properties.dtype).removeprefix("torch."),
             "column_slices": [width for _, width in table.slices],
             "row_blocks": len({part.offsets[0] for part in table.entry.chunks}),
-            "states": {name: list(entry.size) for name, entry in table.state_entries.items()},
+            "states": {name: list(entry.size) for name, (_, entry) in table.states.items()},
             "bytes": sum(sizes[key] for key in keys),
         }
     return {"tables": tables, "others": sorted(others), "bytes": sum(sizes.values())}

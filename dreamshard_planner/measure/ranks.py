@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Ranks of a job: their cores, and results that they agree on; none waits for a rank that failed."""
+"""Ranks of a job, and results that they agree on; none waits for a rank that failed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,6 @@ def local_ranks() -> tuple[int, int]:
             "torchrun has to start this, one process for each rank: "
             "torchrun --standalone --nproc_per_node=2 SCRIPT, or with -m MODULE for a module"
         ) from error
-
-
-def rank_cores(local_rank: int, local_world_size: int) -> list[int] | None:
-    """Return one rank's own cores of its host; None if there are fewer cores than ranks, or no affinities."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[local_rank::local_world_size] if len(cores) >= local_world_size else None
 
 
 @dataclass(frozen=True)

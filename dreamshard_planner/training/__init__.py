@@ -5,14 +5,12 @@ The only part that needs hardware is the collection; everything after it works o
 """
 
 from dreamshard_planner.training.calibration import calibrate
-from dreamshard_planner.training.config import MAX_SETS_PER_SECOND, QUICK, TrainingConfig, pool_tables
-from dreamshard_planner.training.policies import DrawnTask, drawn_tasks, proposed_sets, validate_policy
+from dreamshard_planner.training.config import QUICK, TrainingConfig, pool_tables
+from dreamshard_planner.training.policies import drawn_tasks, proposed_sets, validate_policy
 from dreamshard_planner.training.rounds import learn, train, train_on_roofline
 
 __all__ = [
-    "MAX_SETS_PER_SECOND",
     "QUICK",
-    "DrawnTask",
     "TrainingConfig",
     "calibrate",
     "drawn_tasks",

@@ -6,7 +6,6 @@ Shape letters: L lookups, F features, B batch, O outputs, N elements.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
-from dreamshard_planner.measure.ranks import rank_cores
 from dreamshard_planner.measure.timing import core_watched, pinned, time_groups
 from dreamshard_planner.workload.tables import Workload
 
@@ -221,12 +219,6 @@ def test_processor_time_leaves_out_what_others_compute(monkeypatch: pytest.Monke
     with pinned(2):
         (by_clock,) = time_groups([kernel], repeats=1, warmup=0)
     assert 0 < by_thread.samples_ms[0, 0] < by_clock.samples_ms[0, 0] - 100
-
-
-def test_ranks_have_cores_of_their_own_or_none_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5, 7}, raising=False)
-    assert [rank_cores(rank, 2) for rank in range(2)] == [[2, 7], [5]]
-    assert [rank_cores(rank, 4) for rank in range(4)] == [None] * 4
 
 
 def test_hardware_names_what_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
