@@ -16,6 +16,7 @@ import typer
 from dreamshard_planner.cli.app import Panel, command
 from dreamshard_planner.cli.options import (
     ADVANCED,
+    COUNT,
     OUTPUT,
     SECONDS,
     SEED,
@@ -237,7 +238,7 @@ def collect(
     seconds: Annotated[float | None, SECONDS(min=0, help="Time after which to stop, to be continued.")] = None,
     batch_sizes: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Samples that a kernel sees; repeatable; default: by device.", **ADVANCED),
+        COUNT(help="Samples that a kernel sees; repeatable; default: by device.", **ADVANCED),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.", **ADVANCED)] = 5,
     device: DeviceOption = Device.cpu,

@@ -143,18 +143,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     made = Checkpoint.load(out).metadata
     assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
     assert set(made["corrections"]) <= set(OPTIMIZERS)
-    job = (
-        "--tables",
-        "merlin_tiny",
-        "--ranks",
-        "2",
-        "--device",
-        "cpu",
-        "--batch-size",
-        "64",
-        "--search-seconds",
-        "0.1",
-    )
+    job = ("--tables", "merlin_tiny", "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick")
     report = json.loads(dreamshard("plan", *job, "--format", "json").stdout)["report"]
     said = " ".join(note["text"] for note in report["notes"])
     assert out.name in report["cost_source"]
