@@ -40,7 +40,7 @@ from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, comp
 from dreamshard_planner.checkpoints.choice import resolve, resolve_for
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.observing.automatic import EVERY, STEPS, WARM_UP_STEPS
-from dreamshard_planner.observing.learning import ObservedSets
+from dreamshard_planner.observing.learning import observed_sets
 from dreamshard_planner.observing.observation import Observation
 from dreamshard_planner.observing.step_comparison import Step
 from dreamshard_planner.planning.ranks import RankHardware, read_topology
@@ -148,7 +148,7 @@ def main() -> None:
                 seen.append(compared.observed[""])
                 tell(checks=described(job, planner))
                 gc.collect()
-        checks = ObservedSets.of(Observation.merge({str(index): part for index, part in enumerate(seen)})).sets
+        checks = observed_sets(Observation.merge({str(index): part for index, part in enumerate(seen)}))[0]
         for name, checkpoint in costs.items():
             predicted_ms = predict_ms(checkpoint.compute_cost(topology), checks)
             tell(which=name, errors=mape_2(predicted_ms, checks.labels_ms_X2).tolist(), ms=predicted_ms.tolist())

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from dreamshard_planner.cli.app import Commands, Panel, app, command
 from dreamshard_planner.cli.options import BATCH_SIZE, COUNT, OUTPUT, listed
@@ -84,11 +83,7 @@ def diff(
 def _keep(counted: TableStatistics, out: Path, format: Format) -> None:
     counted.to_json(out)
     typer.echo(f"written to {out}", err=True)
-    show(_document(counted), format, _table(counted, str(out)))
-
-
-def _document(counted: TableStatistics) -> dict[str, Any]:
-    return {
+    document = {
         name: {
             "pooling_factor": feature.pooling_factor,
             "batch_size": feature.batch_size,
@@ -99,8 +94,5 @@ def _document(counted: TableStatistics) -> dict[str, Any]:
         }
         for name, feature in counted.items()
     }
-
-
-def _table(counted: TableStatistics, title: str) -> Table:
     columns = ("feature", "lookups per sample", "batch size", "batches", "distinct rows", "reads of each", "largest id")
-    return grid(columns, [(name, *values.values()) for name, values in _document(counted).items()], title)
+    show(document, format, grid(columns, [(name, *values.values()) for name, values in document.items()], str(out)))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import Panel, command
 from dreamshard_planner.cli.options import (
@@ -44,19 +43,12 @@ def report(plan: PlanArgument, html: HtmlOption = None, format: FormatOption = F
     """
     saved = load_plan(plan)
     save_page(saved, html)
-    show(saved.to_dict, format, *_saved_tables(saved))
-
-
-def _saved_tables(saved: SavedPlan) -> list[RenderableType]:
-    report = saved.report()
-    libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
-    return [
+    made, libraries = saved.report(), ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
+    title = (
         f"{saved.name}: {len(saved.inputs.tables)} tables on {saved.inputs.topology}, "
-        f"{saved.inputs.batch_size:,} samples each; {libraries}.",
-        str(report),
-        "",
-        costliest(report),
-    ]
+        f"{saved.inputs.batch_size:,} samples each; {libraries}."
+    )
+    show(saved.to_dict, format, title, str(made), "", costliest(made))
 
 
 @command("dreamshard explain plan.json --rank 1", Panel.understand)

@@ -42,18 +42,13 @@ EVERY = 50
 def begin(model: nn.Module, planner: EmbeddingShardingPlanner) -> None:
     """Observe a model's training steps after its warm-up, unless the environment switches it off; never raises."""
     try:
-        steps = _steps_to_observe()
-        if steps and dist.is_initialized():
-            AutomaticObservation(model, planner, steps)
+        given = os.environ.get(VARIABLE, str(STEPS))
+        if not (given.isascii() and given.isdecimal()):
+            raise ObservationError(f"{VARIABLE} must be a number of steps, or 0 for none, got {given!r}")
+        if int(given) and dist.is_initialized():
+            AutomaticObservation(model, planner, int(given))
     except Exception as error:  # an observer's fault must not end a training
         _failed(error)
-
-
-def _steps_to_observe() -> int:
-    given = os.environ.get(VARIABLE, str(STEPS))
-    if not (given.isascii() and given.isdecimal()):
-        raise ObservationError(f"{VARIABLE} must be a number of steps, or 0 for none, got {given!r}")
-    return int(given)
 
 
 def _failed(error: Exception, level: int = logging.WARNING) -> None:

@@ -115,11 +115,14 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     for way in ("forward", "backward"):
         expected = None if predicted is None else tuple(getattr(predicted.chosen, f"{way}_ms")[rank] for rank in ranks)
         yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
+    # Lookups that the modules did not wait for take the time of their exchanges alone.
+    exchanged_ms = sum(one.ms for name, one in run.collectives.items() if name.startswith("lookups"))
+    lookups_ms = exchanged_ms if run.lookups_ms is None else run.lookups_ms
     # The time of an exchange beside other work is not predicted.
     for carried, beside in ((OUTPUTS, run.hides_outputs), ("lookups", run.lookups_ms is None)):
         what = f"exchange of {carried}, {'on their way beside other work' if beside else 'of the last rank to come'}"
         expected = None if beside or predicted is None else (_predicted_ms(predicted, carried),) * len(ranks)
-        observed_ms = run.outputs_ms if carried == OUTPUTS else _lookups_ms(run)
+        observed_ms = run.outputs_ms if carried == OUTPUTS else lookups_ms
         yield Compared(what, expected, (observed_ms,) * len(ranks))
     for name, one in run.collectives.items():
         yield Compared(f"{name}: until it is there", None, one.span_ms)
@@ -136,13 +139,6 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     yield Compared("dense layers, and what else is in the model", None, tuple(inside))
     yield Compared("outside of the model: data, dense optimizer", None, tuple(outside))
     yield Compared("the whole step", None, tuple(rank.median("step") for rank in run.ranks))
-
-
-def _lookups_ms(run: ObservedRun) -> float:
-    """Return the time of lookups to the kernels if observed, else of their exchanges alone."""
-    if run.lookups_ms is not None:
-        return run.lookups_ms
-    return sum(one.ms for name, one in run.collectives.items() if name.startswith("lookups"))
 
 
 def _predicted_ms(predicted: Predicted, carried: str) -> float:

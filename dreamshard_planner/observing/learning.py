@@ -83,7 +83,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
             f"{observation.title}: the training ran FBGEMM's slow reference kernels, although its CPU has AVX2; "
             "observe it with the fast ones (dreamshard doctor says how)"
         )
-    observed = ObservedSets.of(observation)
+    sets, kinds, left_out = observed_sets(observation)
     device, known = str(observation.hardware["device"]), checkpoint.metadata.get("hardware", {}).get("device")
     learned_before = checkpoint.metadata.get("learned", {})
     if known != device and (checkpoint.cost is not None or learned_before):
@@ -92,19 +92,19 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     # Corrections are of these bandwidths, whatever topologies say later.
     memory, link = learned_before.get("bytes_per_ms") or (prior.memory_bytes_per_ms, prior.uvm_bytes_per_ms)
     compute = checkpoint.cost or RooflineCost.of_bandwidths(device, memory, link, str(observation.hardware["name"]))
-    corrections, checks = choose_corrections(compute, checkpoint.metadata.get("corrections", {}), observed.sets)
+    corrections, checks = choose_corrections(compute, checkpoint.metadata.get("corrections", {}), sets)
     collectives, exchanges = learn_exchanges(observation, checkpoint)
     if not force and not any(check.changed for check in checks) and not exchanges:
-        kernels = f"{len(observed.sets)} kernels" if len(observed.sets) > 1 else "one kernel, which none confirms"
+        kernels = f"{len(sets)} kernels" if len(sets) > 1 else "one kernel, which none confirms"
         raise CalibrationRefused(
             f"{observation.title} ({kernels}): no correction reduced the errors of {checkpoint.name} on held-out "
             "kernels or exchanges; observe another plan too",
             [check.to_dict(observed=True) for check in checks],
         )
     title = f"{observation.title} on {hardware_name(observation.hardware)}"
-    seen = set(optimizer_of(observed.sets.features_SF).tolist())
+    seen = set(optimizer_of(sets.features_SF).tolist())
     unseen = [name for index, name in enumerate(OPTIMIZERS.values()) if index not in seen]
-    unseen += [kind for kind in SHARDING_TYPES if kind not in observed.kinds]
+    unseen += [kind for kind in SHARDING_TYPES if kind not in kinds]
     # Corrections from earlier observations are kept, so these parts are not "as before".
     ever_unseen = learned_before.get("never_observed", unseen)
     never, earlier = ([one for one in unseen if (one in ever_unseen) == yes] for yes in (True, False))
@@ -113,7 +113,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         "from": checkpoint.name,
         "runs": len(observation.runs),
         "steps": observation.steps,
-        "sets": len(observed.sets),
+        "sets": len(sets),
         "bytes_per_ms": [memory, link],
         "title": title,
         "said": _said(title, checks, earlier, never),
@@ -121,7 +121,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         "exchanges": exchanges,
         "never_observed": never,
         "embedding_share": fmean(shares) if shares else None,
-        "left_out": list(observed.left_out),
+        "left_out": left_out,
     }
     metadata = {
         **{key: value for key, value in checkpoint.metadata.items() if key not in ("calibration", "corrected")},
@@ -144,48 +144,37 @@ def _said(title: str, checks: Sequence[StageCheck], earlier: Sequence[str], neve
 # Kernels
 
 
-@dataclass(frozen=True)
-class ObservedSets:
-    """Observed fused kernels as labelled sets.
+@neutral()
+def observed_sets(observation: Observation) -> tuple[LabelledSets, frozenset[str], list[str]]:
+    """Return the fused kernels of all runs and ranks as labelled sets, their sharding types, and reasons for which
+    others are left out.
 
     Equal parts of the same tables are one set, whatever runs and ranks had them: they must not confirm each other. The
     same tables with other lookups are another set.
+
+    Raises:
+        ObservationError: there is none to learn from; says why.
     """
-
-    sets: LabelledSets
-    kinds: frozenset[str]
-    """Sharding types among the kernels."""
-    left_out: tuple[str, ...]
-    """Reasons for which kernels are left out."""
-
-    @classmethod
-    @neutral()
-    def of(cls, observation: Observation) -> ObservedSets:
-        """Return the kernels of all runs and ranks.
-
-        Raises:
-            ObservationError: there is none to learn from; says why.
-        """
-        found: dict[tuple[Any, ...], tuple[list[Workload], list[list[float]]]] = {}
-        left_out: dict[str, None] = {}
-        ranks = ((run, rank) for run in observation.runs for rank in run.ranks)
-        for run, rank in ranks:
-            for index, kernel in enumerate(rank.kernels):
-                workloads, reason = _workloads(run, rank, index, kernel)
-                if reason:
-                    left_out[reason] = None
-                    continue
-                parts = tuple(sorted((table.name, table.size) for table in kernel.tables))
-                asked = sum(one.lookups for one in workloads), sum(one.distinct_rows for one in workloads)
-                alike = tuple(round(math.log(number, 1 + OTHER_LOOKUPS)) for number in asked)
-                key = kernel.sharding_type, kernel.optimizer, kernel.samples, parts, alike
-                times_ms = [rank.median(f"kernel {index} {way}") for way in ("forward", "backward")]
-                found.setdefault(key, (workloads, []))[1].append(times_ms)
-        if not found:
-            raise ObservationError(f"no fused kernel to learn from: {'; '.join(left_out) or 'none was observed'}")
-        labels_X2 = torch.tensor([torch.tensor(times).mean(0).tolist() for _, times in found.values()])
-        sets = LabelledSets.of([workloads for workloads, _ in found.values()], labels_X2)
-        return cls(sets, frozenset(kind for kind, *_ in found), tuple(left_out))
+    found: dict[tuple[Any, ...], tuple[list[Workload], list[list[float]]]] = {}
+    left_out: dict[str, None] = {}
+    ranks = ((run, rank) for run in observation.runs for rank in run.ranks)
+    for run, rank in ranks:
+        for index, kernel in enumerate(rank.kernels):
+            workloads, reason = _workloads(run, rank, index, kernel)
+            if reason:
+                left_out[reason] = None
+                continue
+            parts = tuple(sorted((table.name, table.size) for table in kernel.tables))
+            asked = sum(one.lookups for one in workloads), sum(one.distinct_rows for one in workloads)
+            alike = tuple(round(math.log(number, 1 + OTHER_LOOKUPS)) for number in asked)
+            key = kernel.sharding_type, kernel.optimizer, kernel.samples, parts, alike
+            times_ms = [rank.median(f"kernel {index} {way}") for way in ("forward", "backward")]
+            found.setdefault(key, (workloads, []))[1].append(times_ms)
+    if not found:
+        raise ObservationError(f"no fused kernel to learn from: {'; '.join(left_out) or 'none was observed'}")
+    labels_X2 = torch.tensor([torch.tensor(times).mean(0).tolist() for _, times in found.values()])
+    sets = LabelledSets.of([workloads for workloads, _ in found.values()], labels_X2)
+    return sets, frozenset(kind for kind, *_ in found), list(left_out)
 
 
 def _workloads(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel) -> tuple[list[Workload], str]:

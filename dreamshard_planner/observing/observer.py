@@ -148,15 +148,6 @@ class Observer:
                     logger.warning("statistics of a module's batches are left out: %s", error)
         return found
 
-    def save(self, path: str | Path) -> None:
-        """Write this rank's record so far: for ``observation.json``, rank 1 writes ``observation.1.json``.
-
-        Raises:
-            FileError: the file cannot be written.
-            ObservationError: as :meth:`observation`.
-        """
-        self.observation().save(rank_file(Path(path), self._rank))
-
 
 def _not_counted(error: Exception) -> None:
     logger.warning("no more batches are counted, and training goes on: %s", error)
@@ -277,6 +268,6 @@ def _save(observer: Observer, path: str | os.PathLike[str] | None) -> None:
     """Write the file, if one was asked for; a failure is logged, since it must not end the training."""
     if path is not None:
         try:
-            observer.save(Path(path))
+            observer.observation().save(rank_file(Path(path), dist.get_rank()))
         except DreamShardError as error:
             logger.warning("no observation is written to %s: %s", path, error)

@@ -29,7 +29,7 @@ from dreamshard_planner import DistributedModelParallel, Observation, Observatio
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.hooks import COLLECTIVES, kernels_in, lookups_of
-from dreamshard_planner.observing.learning import ObservedSets
+from dreamshard_planner.observing.learning import observed_sets
 from dreamshard_planner.observing.observation import ObservedRun
 from tests import ways
 
@@ -305,6 +305,6 @@ def test_every_sharding_type_is_observed(found: list[dict[str, Any]]) -> None:
     for kind, lookups in asked.items():
         assert lookups == pytest.approx(read[kind], rel=0.2), kind
     assert run.lookups_ms > 0 and {kernel.module for rank in run.ranks for kernel in rank.kernels} == {*CASE.modules}
-    sets = ObservedSets.of(Observation({}, (run,)))
-    assert sets.kinds and "data_parallel" not in sets.kinds
-    assert any("data_parallel" in reason and "replicas" in reason for reason in sets.left_out)
+    _, kinds, left_out = observed_sets(Observation({}, (run,)))
+    assert kinds and "data_parallel" not in kinds
+    assert any("data_parallel" in reason and "replicas" in reason for reason in left_out)

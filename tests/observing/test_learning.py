@@ -18,7 +18,7 @@ from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVIS
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware
-from dreamshard_planner.observing.learning import ObservedSets, learn
+from dreamshard_planner.observing.learning import learn, observed_sets
 from dreamshard_planner.observing.observation import ObservedRun, ObservedTable, RankSteps
 from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -53,7 +53,7 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
     assert result.exit_code == 0, result.output
     made = resolve("auto", "cpu")
     assert made.name.endswith("-learned.safetensors") and made.metadata["learned"]["steps"] == 16
-    sets = ObservedSets.of(Observation.load(tmp_path / "b.json")).sets
+    sets = observed_sets(Observation.load(tmp_path / "b.json"))[0]
     cpu = topology(2)
     before, after = (
         mape_2(predict_ms(one.compute_cost(cpu), sets), sets.labels_ms_X2).tolist() for one in (prior, made)
@@ -164,7 +164,7 @@ def test_equal_parts_of_the_same_tables_are_one_kernel(sharding_type: str, place
         times = {f"kernel 0 {way}": (1.0 + rank,) * 8 for way in ("forward", "backward")}
         ranks.append(replace(rank_steps(0, rank, **times, **{"kernel 0 lookups": (lookups,) * 8}), kernels=(split,)))
     twins = replace(observation(1), runs=(observed_run("a", *ranks),))
-    assert ObservedSets.of(twins).sets.labels_ms_X2.tolist() == [[1.5, 1.5]]
+    assert observed_sets(twins)[0].labels_ms_X2.tolist() == [[1.5, 1.5]]
     with pytest.raises(CalibrationRefused, match=r"\(one kernel, .* observe another plan too"):
         learn(resolve("roofline", "cpu"), twins, tmp_path / "learned.safetensors")
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dreamshard_planner import Observation, ObservationError
 from dreamshard_planner.cli import app
 from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, Hooks, StepRecorder
-from dreamshard_planner.observing.learning import ObservedSets
+from dreamshard_planner.observing.learning import observed_sets
 from dreamshard_planner.observing.observation import rank_file
 from dreamshard_planner.workload.statistics import TableStatistics
 from tests.observing.runs import observation, observed_run, of_size, rank_steps
@@ -74,7 +74,7 @@ def test_runs_keep_their_batch_sizes_and_statistics_are_of_ranks_with_like_ones(
     others = [of_size(run, 2), of_size(run, 1, lookups=2)]
     merged = Observation.merge({one.id: replace(whole, runs=(one,)) for one in (run, *others)})
     assert merged.runs == (run, *others)
-    assert len(ObservedSets.of(merged).sets) == 3 * len(ObservedSets.of(whole).sets)
+    assert len(observed_sets(merged)[0]) == 3 * len(observed_sets(whole)[0])
     of_ranks = {"a.json": run.ranks[:1], "b.json": others[0].ranks[1:]}
     unequal = Observation.merge(
         {name: replace(whole, runs=(replace(run, ranks=one),)) for name, one in of_ranks.items()}
