@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
 
 GB = 10**9
-GPUS_OF_A_HOST = 8
-"""GPUs in the vendor's own machines with a network."""
 MAX_RANKS = 2**15
 """Most ranks of a plan; twice as many take minutes."""
 MAX_RANKS_OF_A_HOST = 16
@@ -299,16 +297,6 @@ class Machine:
         """Title for people."""
         what = "CPU ranks" if self.device == "cpu" else GPUS[self.gpu].title if self.gpu else "GPUs"
         return f"{self.ranks_per_host} {what}" + (f" on each of {self.hosts} hosts" if self.hosts > 1 else "")
-
-    @property
-    def doubtful(self) -> tuple[str, ...]:
-        """Warnings of figures that are hardly meant."""
-        if self.gpu is None or GPUS[self.gpu].network_bytes_per_s is None or self.ranks_per_host <= GPUS_OF_A_HOST:
-            return ()
-        return (
-            f"{self.title} are taken to be on one host, and the vendor's have {GPUS_OF_A_HOST}: for several hosts give "
-            "the ranks of one (--gpus-per-node) and their number (--nodes)",
-        )
 
     def topology(self) -> Topology:
         """Return TorchRec's topology, with its defaults for unknown figures."""

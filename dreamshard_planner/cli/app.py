@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -15,7 +16,7 @@ from typer.core import TyperGroup
 
 from dreamshard_planner import __version__
 from dreamshard_planner.environment import explained
-from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.errors import DreamShardError, InputWarning
 
 
 class Panel(StrEnum):
@@ -37,17 +38,26 @@ def is_expected(error: Exception) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Mute TorchRec's messages about itself, and its message on the root logger that replicas have no spec."""
+    """Mute TorchRec's messages about itself, and its message on the root logger that replicas have no spec. Inputs that
+    are hardly meant are notes on stderr."""
 
     def worth_telling(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("Sharding spec not found")
 
-    root, torchrec = logging.getLogger(), logging.getLogger("torchrec")
+    def told(message: Any, category: Any, *where: Any, **named: Any) -> None:
+        if issubclass(category, InputWarning):
+            typer.echo(f"note: {message}", err=True)
+        else:
+            usual(message, category, *where, **named)
+
+    root, torchrec, usual = logging.getLogger(), logging.getLogger("torchrec"), warnings.showwarning
     level = torchrec.level
     torchrec.setLevel(logging.ERROR)
     root.addFilter(worth_telling)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = told
+            yield
     finally:
         root.removeFilter(worth_telling)
         torchrec.setLevel(level)

@@ -295,7 +295,7 @@ class JobOptions(RatingOptions):
         )
 
     def job(self) -> Job:
-        """Return the job; finds mistakes in it before anything is planned."""
+        """Return the job."""
         if self.sync_interval != 1 and self.sharding_group is None:
             raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
         machine = self.machine()
@@ -312,10 +312,7 @@ class JobOptions(RatingOptions):
             "sharding_groups": None if size is None else ShardingGroups(size=size, sync_interval=self.sync_interval),
             **self.settings(),
         }
-        job = Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
-        for text in job.doubtful:
-            typer.echo(f"note: {text}", err=True)
-        return job
+        return Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
 
     def _sharding_types(self, given: str) -> tuple[str, ...]:
         from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES

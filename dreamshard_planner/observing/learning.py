@@ -32,7 +32,7 @@ from dreamshard_planner.cost.collectives import (
     fits_of,
 )
 from dreamshard_planner.cost.compute import OPTIMIZERS
-from dreamshard_planner.cost.correction import LEAST_GAIN, StageCheck, choose_corrections, errors_in_words
+from dreamshard_planner.cost.correction import LEAST_GAIN, choose_corrections, errors_in_words
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
@@ -106,8 +106,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     unseen = [name for index, name in enumerate(OPTIMIZERS.values()) if index not in seen]
     unseen += [kind for kind in SHARDING_TYPES if kind not in kinds]
     # Corrections from earlier observations are kept, so these parts are not "as before".
-    ever_unseen = learned_before.get("never_observed", unseen)
-    never, earlier = ([one for one in unseen if (one in ever_unseen) == yes] for yes in (True, False))
+    never = [one for one in unseen if one in learned_before.get("never_observed", unseen)]
     shares = [share for run in observation.runs if (share := run.embedding_share) is not None]
     told = {
         "from": checkpoint.name,
@@ -116,7 +115,8 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         "sets": len(sets),
         "bytes_per_ms": [memory, link],
         "title": title,
-        "said": _said(title, checks, earlier, never),
+        "said": f"learned from {title}: {errors_in_words(checks)}; never observed, and as before: "
+        + (", ".join(never) or "nothing"),
         "checks": [check.to_dict(observed=True) for check in checks],
         "exchanges": exchanges,
         "never_observed": never,
@@ -133,12 +133,6 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     }
     Checkpoint(checkpoint.policy, checkpoint.cost, metadata).save(out)
     return Checkpoint.load(out)
-
-
-def _said(title: str, checks: Sequence[StageCheck], earlier: Sequence[str], never: Sequence[str]) -> str:
-    of_earlier = f"observed in earlier runs: {', '.join(earlier)}; " if earlier else ""
-    unseen = ", ".join(never) or "nothing"
-    return f"learned from {title}: {errors_in_words(checks)}; {of_earlier}never observed, and as before: {unseen}"
 
 
 # Kernels

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
@@ -30,10 +29,9 @@ from torchrec.optim.optimizers import Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.errors import InputWarning, StatisticsError, TaskError
+from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.planner import DreamShardPlanner
-from dreamshard_planner.search_space.input_checks import doubtful_inputs
-from dreamshard_planner.search_space.modules import shardable_tables, table_configs
+from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json
@@ -254,13 +252,6 @@ class Job:
         if self.batch_size < 1:
             raise TaskError(f"batch_size must be at least 1, got {self.batch_size}")
 
-    @property
-    def doubtful(self) -> tuple[str, ...]:
-        """Warnings of inputs that are hardly meant."""
-        module, statistics = self.model.module, self.model.statistics
-        tables = shardable_tables(module, get_default_sharders())
-        return (*self.machine.doubtful, *doubtful_inputs(module, tables, statistics, self.machine.device))
-
     def planner(self) -> DreamShardPlanner:
         """Make a planner for the job."""
         reservation = None if self.reserve is None else ShareReservation(self.reserve)
@@ -275,16 +266,14 @@ class Job:
 
     def plan(self) -> DreamShardPlanner:
         """Return a planner that has planned the job; PlannerError if tables do not fit."""
-        with warnings.catch_warnings(action="ignore", category=InputWarning):  # told once, as doubtful
-            planner = self.planner()
-            planner.plan(self.model.module, get_default_sharders())
+        planner = self.planner()
+        planner.plan(self.model.module, get_default_sharders())
         return planner
 
     def read(self) -> DreamShardPlanner:
         """Return a planner that has read the model, for existing plans."""
-        with warnings.catch_warnings(action="ignore", category=InputWarning):  # told once, as doubtful
-            planner = self.planner()
-            planner.read(self.model.module, get_default_sharders())
+        planner = self.planner()
+        planner.read(self.model.module, get_default_sharders())
         return planner
 
 

@@ -11,11 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr; the yielded function takes a note and the steps made (1).
-
-    ``total`` may be unknown; steps past it are not shown.
-    """
+def progress_bar(what: str, total: int, enabled: bool, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr; the yielded function takes a note and the steps made (1). Steps past ``total`` are not
+    shown."""
     bar = Progress(
         TextColumn(what),
         BarColumn(),
@@ -27,8 +25,7 @@ def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> 
     )
     task = bar.add_task(what, total=total, completed=done, note="")
     with bar:
-        most = float("inf") if total is None else total
-        yield lambda note, steps=1: bar.update(task, completed=min(bar.tasks[0].completed + steps, most), note=note)
+        yield lambda note, steps=1: bar.update(task, completed=min(bar.tasks[0].completed + steps, total), note=note)
 
 
 @contextmanager
