@@ -39,10 +39,8 @@ def parquet(
 
     names: dict[str, str] | None = None
     if features is not None:
-        names = {}
-        for feature, _, column in (name.partition("=") for name in listed(features)):
-            if names.setdefault(feature.strip(), found := (column or feature).strip()) is not found:
-                raise typer.BadParameter(f"--features names {feature.strip()!r} twice")
+        pairs = (name.partition("=") for name in listed(features))
+        names = {feature.strip(): (column or feature).strip() for feature, _, column in pairs}
     counted = TableStatistics.from_parquet(paths, batch_size, names, max_batches, progress=True)
     if names is None:
         from dreamshard_planner.workload.parquet import columns_left_out

@@ -363,16 +363,3 @@ def load_plan(path: Path) -> SavedPlan:
     from dreamshard_planner.plans.plan_file import SavedPlan
 
     return SavedPlan.load(path)
-
-
-def tell_other_statistics(saved: SavedPlan, known: TableStatistics | None) -> None:
-    """Note on stderr that a plan was made with other statistics than the known ones."""
-    from dreamshard_planner.planning.plan_inputs import statistics_for_file
-    from dreamshard_planner.support.fingerprint import digest
-
-    if (None if known is None else digest(statistics_for_file(known))) != saved.inputs.statistics:
-        typer.echo(
-            f"note: {saved.name} was made with other statistics than these: its costs here are not those that it was "
-            "made by",
-            err=True,
-        )

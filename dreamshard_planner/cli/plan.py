@@ -32,7 +32,6 @@ from dreamshard_planner.cli.options import (
     ranks_of,
     size_bytes,
     takes,
-    tell_other_statistics,
     whole,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, costliest, grid, save_page, show
@@ -113,7 +112,6 @@ def what_if(
         varied[axis] = list(dict.fromkeys([*varied.get(axis, ()), *values]))
     saved = load_plan(plan)
     job = options.job_of(saved)
-    tell_other_statistics(saved, job.model.statistics)
     from dreamshard_planner.offline.what_if import what_if
 
     effort = "quick" if options.effort is None else options.effort.value

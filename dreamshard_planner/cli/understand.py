@@ -18,7 +18,6 @@ from dreamshard_planner.cli.options import (
     RatingOptions,
     StatisticsOption,
     load_plan,
-    tell_other_statistics,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, costliest, facts, save_page, show
 from dreamshard_planner.errors import DreamShardError
@@ -90,9 +89,7 @@ def compare(
 
 def _read(saved: SavedPlan, statistics: Path | None, costs: str | None) -> DreamShardPlanner:
     """Return a planner that has read a plan's job, with other statistics and costs if they are given."""
-    job = RatingOptions(statistics=statistics, costs=costs).job_of(saved)
-    tell_other_statistics(saved, job.model.statistics)
-    return job.read()
+    return RatingOptions(statistics=statistics, costs=costs).job_of(saved).read()
 
 
 @command("dreamshard info auto", Panel.understand)

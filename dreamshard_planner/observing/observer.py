@@ -253,21 +253,17 @@ def observe(
     while END_DEFAULT:
         END_DEFAULT.pop()()
     observer = Observer(model, planner, every, "" if path is None else os.fspath(path))
+    ended = False
     try:
-        try:
-            yield observer
-        except StopIteration:  # TorchRec's pipelines end so when there are no more batches
-            _save(observer, path)
-            raise
-        _save(observer, path)
+        yield observer
+        ended = True
+    except StopIteration:  # TorchRec's pipelines end so when there are no more batches
+        ended = True
+        raise
     finally:
         observer.close()
-
-
-def _save(observer: Observer, path: str | os.PathLike[str] | None) -> None:
-    """Write the file, if one was asked for; a failure is logged, since it must not end the training."""
-    if path is not None:
-        try:
-            observer.observation().save(rank_file(Path(path), dist.get_rank()))
-        except DreamShardError as error:
-            logger.warning("no observation is written to %s: %s", path, error)
+        if ended and path is not None:
+            try:
+                observer.observation().save(rank_file(Path(path), dist.get_rank()))
+            except DreamShardError as error:  # which must not end the training
+                logger.warning("no observation is written to %s: %s", path, error)

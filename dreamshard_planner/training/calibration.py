@@ -87,12 +87,14 @@ def calibrate(
     corrections, checks = choose_corrections(network, checkpoint.metadata.get("corrections", {}), sets, half_X)
     if not force:
         _refuse(checks, others_share, seconds)
+    dims, batches = (data.columns[name] for name in ("dim", "batch_size"))
+    measured = f"dims {dims.min()} to {dims.max()}, batches {batches.min():,} to {batches.max():,}"
     told = {
         "from": checkpoint.name,
         "sets": len(sets),
         "clock": "processor time" if (device, threads) == ("cpu", 1) else "wall clock",
         "others_share": round(others_share, 3),
-        "checked": _checked(checks, data),
+        "checked": f"{errors_in_words(checks)}; {measured}",
         "checks": [one.to_dict() for one in checks],
     }
     metadata = {
@@ -146,10 +148,3 @@ def _refuse(checks: Sequence[StageCheck], others_share: float, seconds: float) -
         reasons.append("no correction made the costs better on held-out sets, and they are not good")
     if reasons:
         raise CalibrationRefused("; ".join(reasons), [check.to_dict() for check in checks])
-
-
-def _checked(checks: Sequence[StageCheck], data: CostDataset) -> str:
-    """Return optimizers with errors, dims and batches, for reports."""
-    dims, batches = (data.columns[name] for name in ("dim", "batch_size"))
-    range_of = f"dims {dims.min()} to {dims.max()}, batches {batches.min():,} to {batches.max():,}"
-    return f"{errors_in_words(checks)}; {range_of}"

@@ -96,7 +96,7 @@ class Drift:
         return "\n".join(lines)
 
 
-class TableStatistics(Mapping[str, FeatureStatistics]):
+class TableStatistics(dict[str, FeatureStatistics]):
     """Pooling factor, reuse and ids of each feature, by feature name.
 
     Args:
@@ -114,16 +114,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                 raise StatisticsError(f"features are named by strings, got {name!r}")
             if not isinstance(value, FeatureStatistics):
                 raise StatisticsError(f"feature {name!r}: expected FeatureStatistics, got {type(value).__name__}")
-        self._features = dict(features)
-
-    def __getitem__(self, name: str) -> FeatureStatistics:
-        return self._features[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._features)
-
-    def __len__(self) -> int:
-        return len(self._features)
+        super().__init__(features)
 
     def __repr__(self) -> str:
         return f"TableStatistics({len(self)} features)"

@@ -169,14 +169,10 @@ def test_the_report_says_which_block_is_heavy() -> None:
         ranks = made.report().chosen.rank_ms
         assert (max(ranks) > 2 * min(ranks)) != shuffled
     assert notes[0].text.startswith("sparse.t0, row_wise: rank 0 has 8") and "with 12% of the rows" in notes[0].text
-
-
-def test_the_report_says_which_half_is_heavy() -> None:
-    two = Topology(2, "cuda", local_world_size=2)
-    made = planner(PowerLaw().statistics("f0"), sharding_types=("row_wise",), topology=two)
-    made.plan(collection(ROWS), [EmbeddingBagCollectionSharder()])
+    made = planner(PowerLaw().statistics("f0"), sharding_types=("row_wise",), topology=Topology(2, "cuda"))
+    made.plan(model, [EmbeddingBagCollectionSharder()])
     (note,) = [note.text for note in made.report().notes if note.code == "skew"]
-    assert note.startswith("t0, row_wise: rank 0 has 9") and "with 50% of the rows" in note
+    assert note.startswith("sparse.t0, row_wise: rank 0 has 9") and "with 50% of the rows" in note
 
 
 def test_ids_past_the_rows_place_nothing_and_the_report_says_so() -> None:
