@@ -116,19 +116,11 @@ def test_confidence_names_hardware_and_held_out_error() -> None:
     assert "measured on another card, NVIDIA H100" in confidence(h100, Machine(ranks_per_host=2, gpu="h200").topology())
 
 
-def test_notes_tell_checks_and_exchanges_of_other_hardware() -> None:
-    measured = Checkpoint.load(SHIPPED / "cpu.safetensors")
-    cpu, alone = (Machine(ranks_per_host=ranks, device="cpu").topology() for ranks in (2, 1))
-    here = describe_hardware("cpu", 1)["name"]
-    found = {"hardware": {"device": "cpu", "name": here}}
-    at_home = replace(measured, metadata={**measured.metadata, **found, "collectives": found})
+def test_notes_tell_checks() -> None:
+    measured, cpu = Checkpoint.load(SHIPPED / "cpu.safetensors"), Machine(ranks_per_host=2, device="cpu").topology()
+    here = {"hardware": {"device": "cpu", "name": describe_hardware("cpu", 1)["name"]}}
+    at_home = replace(measured, metadata={**measured.metadata, **here})
     assert checkpoint_notes(at_home, cpu) == ()
-    told = {
-        "calibration": {"checked": "SGD (7 and 8 % off); dims 4 to 64"},
-        "collectives": {"hardware": {"name": "loom"}},
-    }
-    made = replace(at_home, metadata={**at_home.metadata, **told})
-    checked, note = checkpoint_notes(made, cpu)
+    calibration = {"checked": "SGD (7 and 8 % off); dims 4 to 64"}
+    (checked,) = checkpoint_notes(replace(at_home, metadata={**at_home.metadata, "calibration": calibration}), cpu)
     assert "checked with SGD (7 and 8 % off); dims 4 to 64" in checked
-    assert note.startswith(f"exchanges were measured on loom, and kernels on {here}")
-    assert checkpoint_notes(made, alone) == (checked,)

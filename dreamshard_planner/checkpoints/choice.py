@@ -277,7 +277,6 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
         elif checked := metadata.get("calibration", {}).get("checked"):
             notes.append(f"costs were checked with {checked}")
         notes += _other_libraries(metadata, topology.compute_device)
-        notes += _exchanged_elsewhere(metadata) if topology.world_size > 1 else []
     return tuple(notes)
 
 
@@ -341,16 +340,3 @@ def _other_libraries(metadata: Mapping[str, Any], compute_device: str) -> list[s
 def _release(version: object) -> str:
     """Return major and minor of a version; other text unchanged."""
     return ".".join(str(version).split(".")[:2])
-
-
-def _exchanged_elsewhere(metadata: Mapping[str, Any]) -> list[str]:
-    """Return a note if exchanges were measured on other hardware than kernels."""
-    kernels, exchanges = (
-        (part or {}).get("hardware", {}).get("name") for part in (metadata, metadata.get("collectives"))
-    )
-    if None in (kernels, exchanges) or kernels == exchanges:
-        return []
-    return [
-        f"exchanges were measured on {exchanges}, and kernels on {kernels}; "
-        "python -m dreamshard_planner.measure.collectives measures those between ranks here"
-    ]

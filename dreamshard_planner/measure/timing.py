@@ -222,14 +222,9 @@ def _usage() -> tuple[int, int]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.thread_time_ns()
 
 
-@dataclass(frozen=True, slots=True)
-class _CudaPass:
-    """A forward or backward pass between two events."""
-
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    launch_bound: bool
-    """The device was at its start before the host had queued all of it."""
+_CudaPass = tuple[torch.cuda.Event, torch.cuda.Event, bool]
+"""Start and end of a forward or backward pass, and whether it is launch-bound: the device was at its start before the
+host had queued all of it."""
 
 
 class _CudaRuns:
@@ -247,7 +242,7 @@ class _CudaRuns:
         while True:
             kernel.move()
             passes = self._run(kernel.forward), self._run(kernel.backward)
-            if self._flushes >= _MAX_FLUSHES or not any(timed.launch_bound for timed in passes):
+            if self._flushes >= _MAX_FLUSHES or not any(launch_bound for *_, launch_bound in passes):
                 return passes
             self._flushes *= 2
 
@@ -259,12 +254,12 @@ class _CudaRuns:
         run()
         launch_bound = start.query()
         end.record()
-        return _CudaPass(start, end, launch_bound)
+        return start, end, launch_bound
 
     def elapsed_ms(self, rounds: list[tuple[_CudaPass, _CudaPass]]) -> Tensor:
         torch.cuda.synchronize()
-        times = [[timed.start.elapsed_time(timed.end) for timed in passes] for passes in rounds]
+        times = [[start.elapsed_time(end) for start, end, _ in passes] for passes in rounds]
         return torch.tensor(times, dtype=torch.float64)
 
     def launch_bound(self, rounds: list[tuple[_CudaPass, _CudaPass]]) -> float:
-        return sum(timed.launch_bound for passes in rounds for timed in passes) / (2 * len(rounds))
+        return sum(launch_bound for passes in rounds for *_, launch_bound in passes) / (2 * len(rounds))
