@@ -45,11 +45,13 @@ def _quiet() -> Iterator[None]:
         return not str(record.msg).startswith("Sharding spec not found")
 
     def told(message: Any, category: Any, *where: Any, **named: Any) -> None:
-        if issubclass(category, InputWarning):
-            typer.echo(f"note: {message}", err=True)
-        else:
+        if not issubclass(category, InputWarning):
             usual(message, category, *where, **named)
+        elif str(message) not in noted:  # by an earlier plan
+            noted.add(str(message))
+            typer.echo(f"note: {message}", err=True)
 
+    noted: set[str] = set()
     root, torchrec, usual = logging.getLogger(), logging.getLogger("torchrec"), warnings.showwarning
     level = torchrec.level
     torchrec.setLevel(logging.ERROR)

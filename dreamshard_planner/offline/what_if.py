@@ -129,10 +129,10 @@ def _point(axis: str, value: Any, present: Job, plan: SavedPlan) -> Point:
     except DreamShardError as error:
         return Point.of(axis, value, present, str(error))
     try:
-        made = job.plan()
-        point = Point.of(axis, value, job, made.report)
+        planner = job.plan()
+        point = Point.of(axis, value, job, planner.report())
         if _ranks(job) == _ranks(present) and axis != "hot_rows_bytes":
-            kept = Point.of(axis, value, job, made.planner.saved_plan(plan).report())
+            kept = Point.of(axis, value, job, planner.saved_plan(plan).report())
             if kept.fullest <= 1 and kept.total_ms < point.total_ms:
                 return kept
         return point
