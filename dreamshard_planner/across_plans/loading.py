@@ -41,7 +41,6 @@ from dreamshard_planner.across_plans.reading import (
     state_of,
     state_reads,
     table_names,
-    tables_of,
 )
 from dreamshard_planner.errors import CheckpointError, DreamShardError
 from dreamshard_planner.hot_rows.replicas import read_after_load
@@ -111,7 +110,8 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
         for path in self.mappings.values():
             if state := state_of(path, self._weights):
                 self._states[state[0]].add(state[1])
-        dropped = tables_of(self._dropped, self.metadata.state_dict_metadata)
+        keys = self.metadata.state_dict_metadata
+        dropped = {name for name in self._dropped if not any(is_dropped(key, (key,), [name]) for key in keys)}
         check_named(self._added - self.mappings.keys() | dropped | self._fresh, set(self._names.values()))
         self._rates = LearningRates(self.original_state_dict, self.metadata)
         reads, problems = [Read(read_bytes(key)) for key in self._rates.unread], []

@@ -132,11 +132,6 @@ def is_dropped(key: str, path: KeyPath, dropped: Collection[str]) -> bool:
     return named or (remapped is not None and is_named(remapped, dropped))
 
 
-def tables_of(dropped: Collection[str], keys: Collection[str]) -> set[str]:
-    """Return dropped names that begin no key of a checkpoint."""
-    return {name for name in dropped if not any(is_dropped(key, (key,), [name]) for key in keys)}
-
-
 def check_named(names: Collection[str], tables: Collection[str]) -> None:
     """Raise CheckpointError for a name that is neither a table of the model nor of the checkpoint."""
     known = {*tables, *(name.rpartition(".")[2] for name in tables)}

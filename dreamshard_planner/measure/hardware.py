@@ -61,7 +61,8 @@ def instruction_set() -> str:
             number = ctypes.CDLL(str(Path(fbgemm_gpu.__path__[0]) / name))._ZN6fbgemm20fbgemmInstructionSetEv()
         except (OSError, AttributeError):
             continue
-        if number == 0 and _has_avx2():
+        cpu = Path("/proc/cpuinfo")
+        if number == 0 and cpu.exists() and " avx2 " in cpu.read_text():
             return REFERENCE
         return _INSTRUCTION_SETS[number] if number < len(_INSTRUCTION_SETS) else f"FBGEMM's number {number}"
     return ""
@@ -129,11 +130,6 @@ def _last_level_cache_bytes() -> int:
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = (path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
-
-
-def _has_avx2() -> bool:
-    path = Path("/proc/cpuinfo")
-    return path.exists() and " avx2 " in path.read_text()
 
 
 def _driver() -> str:

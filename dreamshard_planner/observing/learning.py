@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -243,7 +244,8 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     if not whole:
         return known, []
     first = whole[0]
-    alike = [run for run in whole if _ranks(run) == _ranks(first)]
+    ranks = attrgetter("hosts", "world_size", "backend")
+    alike = [run for run in whole if ranks(run) == ranks(first)]
     links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
     seen, more_bytes = defaultdict[str, list[ObservedExchange]](list), bag_bytes(str(observation.hardware["device"]))
     for run in alike:
@@ -289,10 +291,6 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         "fits": {operation: fit and asdict(fit) for operation, fit in fits.items()},
         "assumed": assumed,
     }, said
-
-
-def _ranks(run: ObservedRun) -> tuple[int, int, str]:
-    return run.hosts, run.world_size, run.backend
 
 
 def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
