@@ -134,7 +134,7 @@ def kernels_of(plan: Sequence[ShardingOption], rater: PlanRater) -> dict[str, An
     read = rater.read(plan, with_storage=False)
     sharding, cost = read.sharding(plan), rater.cost(read)
     rated = cost.rate(sharding)
-    extra_ms_P = dense_ms(read.column("dense_elements"), read.column("dense_passes"), rater.topology)
+    extra_ms_P = dense_ms(read.column("dense_elements"), read.column("dense_passes"), rater.ranks.topology)
     ranks: list[dict[int, list[Workload]]] = [{} for _ in range(read.problem.num_ranks)]
     extra_ms_D = torch.zeros(read.problem.num_ranks, dtype=torch.float64)
     for rank, part in zip(*(row_X.tolist() for row_X in read.problem.laid(sharding)), strict=True):
