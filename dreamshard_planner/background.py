@@ -27,7 +27,7 @@ from dreamshard_planner.errors import CalibrationRefused, ObservationError
 from dreamshard_planner.observing.learning import learn
 from dreamshard_planner.observing.observation import Observation, ObservedRun, files_of
 from dreamshard_planner.offline.from_plan import job_of
-from dreamshard_planner.planning.remembered import Remembered, batch_size_of, sharding_key
+from dreamshard_planner.planning.remembered import Remembered, batch_size_of, least_gain, sharding_key
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.workload.counting import SAME_BATCH
@@ -151,7 +151,8 @@ def _remember(
     better, before_ms, after_ms = again
     now_ms = step_ms(run)
     then_ms = now_ms - (before_ms - after_ms)
-    if then_ms > (1 - LEAST_GAIN) * now_ms or sharding_key(better.sharding) in steps_ms:
+    worth_it = after_ms <= (1 - least_gain(checkpoint)) * before_ms and then_ms <= (1 - LEAST_GAIN) * now_ms
+    if not worth_it or sharding_key(better.sharding) in steps_ms:
         return {}
     remembered.remember(None, steps_ms, fastest, better)
     return {

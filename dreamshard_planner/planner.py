@@ -291,7 +291,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """Plan on rank 0 by its arguments, and broadcast the plan.
 
         Without statistics and plan loader, it takes the statistics that earlier trainings of the same tables counted,
-        and a plan that was observed to be faster than the planned one.
+        and the fastest plan that they observed, unless the planned one is predicted to gain enough.
 
         An error on rank 0 is raised on every rank: a ``PlannerError`` as such, others as ``DreamShardError``.
 

@@ -286,9 +286,16 @@ def learned_from(checkpoint: Checkpoint, compute_device: str) -> str:
     here = describe_hardware("cpu", 1)["name"] if compute_device == "cpu" else hardware.get("name")
     if not learned or (hardware.get("device"), hardware.get("name")) != (compute_device, here):
         return ""
-    runs, sets = learned["runs"], sum(check["sets"] for check in learned["checks"])
-    off = sum(check["after"] * check["sets"] for check in learned["checks"]) / max(1, sets)
-    return f"costs learned from {runs} run{'s' * (runs > 1)} on this hardware" + f", {100 * off:.0f} % off" * bool(sets)
+    runs, error = learned["runs"], learned_error(checkpoint)
+    off = "" if error is None else f", {100 * error:.0f} % off"
+    return f"costs learned from {runs} run{'s' * (runs > 1)} on this hardware{off}"
+
+
+def learned_error(checkpoint: Checkpoint) -> float | None:
+    """Return the mean error of learned costs on held-out kernels; None if nothing was learned or held out."""
+    checks = checkpoint.metadata.get("learned", {}).get("checks", ())
+    sets = sum(check["sets"] for check in checks)
+    return sum(check["after"] * check["sets"] for check in checks) / sets if sets else None
 
 
 def confidence(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> str:

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption, Top
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.checkpoints import choice
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import DreamShardError, FileError
 from dreamshard_planner.planning.given_plans import shardings
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 SLOWER = 1.05
 """Ratio of observed steps from which on a plan is slower than another; below, steps differ by chance."""
+LEAST_GAIN = 0.03
+"""Share of a plan's predicted cost that another one must gain to take its place, if costs are no further off."""
 
 
 @dataclass(frozen=True)
@@ -110,24 +113,38 @@ class Remembered:
         """Return the plan that is predicted to be better than the last observed one, if there is one."""
         return self._plan("better.json")
 
-    def faster(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> Replacement | None:
-        """Return the fastest observed plan if the given one was observed to be slower; else None."""
+    def kept(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> Replacement | None:
+        """Return the fastest observed plan if it should stay; None if the searched plan should take its place.
+
+        It stays if the searched plan was observed to be slower, or was never observed and is predicted to gain less
+        than costs can tell (:func:`least_gain`).
+        """
         observed, fastest = self._observed(), self._plan("fastest.json")
         if fastest is None:
             return None
-        slow_ms, fast_ms = (observed.get(sharding_key(one)) for one in (shardings(plan), fastest.sharding))
-        if slow_ms is None or fast_ms is None or slow_ms <= SLOWER * fast_ms:
+        fast_ms, slow_ms = (observed.get(sharding_key(one)) for one in (fastest.sharding, shardings(plan)))
+        if fast_ms is None or (slow_ms is not None and slow_ms <= SLOWER * fast_ms):
             return None
         try:
             options = list(model.matched(fastest).values())
+            known, searched = model.rated(options), model.rated(plan)
         except PlannerError:  # memory, constraints or rules have changed
             return None
-        text = (
-            f"an earlier plan takes the place of the planned one, which was observed to be slower: {slow_ms:.1f} ms a "
-            f"step, and {fast_ms:.1f} before"
-        )
-        logger.warning("%s", text)
-        return Replacement(options, Note("search", text, {"slow_ms": slow_ms, "fast_ms": fast_ms}))
+        least, gain = least_gain(model.ranks.checkpoint), 1 - searched.total_ms / max(known.total_ms, 1e-9)
+        if slow_ms is not None:
+            text = (
+                "an earlier plan takes the place of the planned one, which was observed to be slower: "
+                f"{slow_ms:.1f} ms a step, and {fast_ms:.1f} before"
+            )
+        elif gain < least:
+            text = (
+                "the plan of an earlier training is kept: the searched one is predicted to gain "
+                f"{max(0, 100 * gain):.1f} %, less than the {100 * least:.0f} % that costs can tell"
+            )
+        else:
+            return None
+        logger.log(logging.INFO if slow_ms is None else logging.WARNING, "%s", text)
+        return Replacement(options, Note("search", text), ReportEntry.of("searched", searched.costs))
 
     def remember(
         self,
@@ -175,6 +192,12 @@ class Remembered:
         except (DreamShardError, OSError) as error:
             logger.warning("an observed plan is left out: %s", error)
             return None
+
+
+def least_gain(checkpoint: Checkpoint) -> float:
+    """Return the least predicted gain for which an observed plan is replaced, as a share of its embedding work: what
+    costs are off on held-out kernels, and at least :data:`LEAST_GAIN`."""
+    return max(LEAST_GAIN, choice.learned_error(checkpoint) or 0.0)
 
 
 def _folder(tables: Mapping[str, tuple[object, ...]]) -> Path:

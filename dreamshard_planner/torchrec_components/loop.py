@@ -232,7 +232,7 @@ class SearchLoop:
             if self._falls_back and self._proposer is not None and self._proposer.found is not None:
                 plan = self._replaced(plan, kept_baseline(self.model, plan, self._proposer.found.baseline))
             if self._remembered is not None:
-                plan = self._replaced(plan, self._remembered.faster(self.model, plan))
+                plan = self._replaced(plan, self._remembered.kept(self.model, plan))
         elif self._ours is not None and self._ours.placed is not None:
             plan = self._searched_again(plan, self._ours)
         if self._model.settings.hot_rows_bytes and self._loader is None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,18 +51,28 @@ def remembered() -> Remembered:
     return Remembered.of_module(model(), SHARDERS, topology())
 
 
-def on_one_rank(plan: SavedPlan) -> SavedPlan:
-    """The plan with all tables on rank 1."""
+def placed(plan: SavedPlan, rank_of: Callable[[int], int]) -> SavedPlan:
+    """The plan with each shard on another rank."""
     return replace(
         plan,
         sharding={
             path: {
-                name: replace(one, shards=tuple(replace(shard, rank=1) for shard in one.shards))
+                name: replace(one, shards=tuple(replace(shard, rank=rank_of(shard.rank)) for shard in one.shards))
                 for name, one in module.items()
             }
             for path, module in plan.sharding.items()
         },
     )
+
+
+def on_one_rank(plan: SavedPlan) -> SavedPlan:
+    """The plan with all tables on rank 1."""
+    return placed(plan, lambda _: 1)
+
+
+def swapped(plan: SavedPlan) -> SavedPlan:
+    """The plan with two ranks swapped, which costs the same."""
+    return placed(plan, lambda rank: 1 - rank)
 
 
 def test_statistics_and_batch_size_serve_a_start_without_any() -> None:
@@ -98,6 +109,16 @@ def test_a_plan_that_was_observed_to_be_slower_is_replaced(slow_ms: float, repla
     after = started()
     assert after.saved_plan().sharding == (faster if replaced else planned).sharding
     assert ("observed to be slower: 110.0 ms a step, and 100.0 before" in str(after.report())) == replaced
+
+
+@pytest.mark.parametrize(("all_on_one", "kept"), [(False, True), (True, False)])
+def test_an_observed_plan_stays_unless_another_is_predicted_to_gain(all_on_one: bool, kept: bool) -> None:
+    planned = started().saved_plan()
+    trained = on_one_rank(planned) if all_on_one else swapped(planned)
+    remembered().remember(None, {sharding_key(trained.sharding): 100.0}, trained, None)
+    after = started()
+    assert after.saved_plan().sharding == (trained if kept else planned).sharding
+    assert ("is predicted to gain 0.0 %, less than the 3 % that costs can tell" in str(after.report())) == kept
 
 
 def _observe(plan: SavedPlan, name: str, step_ms: float) -> tuple[Path, str]:
