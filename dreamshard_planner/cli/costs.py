@@ -20,14 +20,17 @@ from dreamshard_planner.cli.options import (
     OUTPUT,
     SECONDS,
     SEED,
+    TABLES,
     CollectivesOption,
     Device,
     DeviceOption,
     QuickOption,
     StartOption,
+    StatisticsOption,
     ThreadsOption,
     UpdatesOption,
     listed,
+    load_plan,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError, DatasetError, StatisticsError
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from dreamshard_planner.cost.dataset import CostDataset
     from dreamshard_planner.observing.comparison import Compared, RunComparison
     from dreamshard_planner.training import TrainingConfig
+    from dreamshard_planner.workload.tables import Table
 
 CostsOutput = Annotated[
     Path | None,
@@ -146,6 +150,11 @@ def calibrate(
     out: CostsOutput = None,
     costs: StartOption = "auto",
     seconds: Annotated[float, SECONDS(min=1, help="Time for measuring kernels.")] = 60.0,
+    tables: Annotated[str | None, TABLES] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan file that gives tables and batches, instead of --tables.")
+    ] = None,
+    statistics: StatisticsOption = None,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
     collectives: CollectivesOption = None,
@@ -168,6 +177,7 @@ def calibrate(
             f"{start.name} holds a policy and no cost network to calibrate, since nothing was measured on a device "
             f"like this: make one with dreamshard train --device {device.value}{'' if out is None else f' --out {out}'}"
         )
+    own, batches = _own_tables(tables, plan, statistics)
     path = out or _keep_in(describe_hardware(device.value, threads), how="calibrated")
     with _refusal_told(path):
         made = calibrate(
@@ -176,6 +186,8 @@ def calibrate(
             seconds=seconds,
             device=device.value,
             threads=threads,
+            tables=own,
+            batch_sizes=batches,
             collectives=_read_collectives(collectives),
             seed=seed,
             force=force,
@@ -183,6 +195,31 @@ def calibrate(
     told = made.metadata["calibration"]
     _tell_where(path, out is not None)
     show(told, format, "\n".join(check["said"] for check in told["checks"]))
+
+
+def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) -> tuple[list[Table] | None, list[int]]:
+    """Return the tables of a list or of a plan, None without either, and the batches that the plan's kernels see."""
+    from dreamshard_planner.offline.jobs import read_model
+    from dreamshard_planner.workload.statistics import TableStatistics
+
+    if (source is None) == (plan is None):
+        if source is not None or statistics is not None:
+            raise typer.BadParameter("give --tables or --plan, one of them, with --statistics or without")
+        return None, []
+    known = None if statistics is None else TableStatistics.from_json(statistics)
+    if plan is not None:
+        saved = load_plan(plan)
+        inputs = saved.inputs
+        if known is not None:
+            known.unused(name for table in inputs.tables.values() for name in table.features)
+        known = TableStatistics({**inputs.features, **(known or {})})
+        of_plan = [table.table(name, known) for name, table in inputs.tables.items()]
+        return of_plan, [inputs.batch_size * inputs.topology.world_size]
+    if source is None or not (model := read_model(source)).specs:
+        raise typer.BadParameter(f"--tables {source}: of a function's model, give a plan, with --plan")
+    if known is not None:
+        model = model.with_statistics(known)
+    return [spec.table(model.statistics or {}) for spec in model.specs], []
 
 
 @command("dreamshard train --out my.safetensors", Panel.advanced)

@@ -19,6 +19,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from pydantic import BeforeValidator, Field
 from torch import nn
+from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -38,7 +39,7 @@ from dreamshard_planner.support.files import brief, read_json
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
 
 SCHEMA = "dreamshard_planner.table_list/1"
 OPTIMIZERS = {
@@ -120,6 +121,17 @@ class TableSpec:
             return {}
         each = factors if isinstance(factors, tuple) else (factors,) * len(self.features)
         return {name: FeatureStatistics(factor) for name, factor in zip(self.features, each, strict=True)}
+
+    def table(self, statistics: Mapping[str, FeatureStatistics]) -> Table:
+        """Return the table that workloads are made of; ``statistics`` take precedence over the list's."""
+        known, once = {**self.statistics, **statistics}, FeatureStatistics(POOLING_FACTOR)
+        return Table(
+            name=self.name,
+            rows=self.num_embeddings,
+            dim=self.embedding_dim,
+            features=tuple(known.get(name, once) for name in self.features),
+            optimizer=costed_optimizer(self.optimizer),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

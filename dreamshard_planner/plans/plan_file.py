@@ -21,7 +21,7 @@ This module knows neither models nor planners: it reads, checks and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -57,6 +57,7 @@ from dreamshard_planner.workload.tables import (
     STATE_BYTES,
     FeatureStatistics,
     States,
+    Table,
     costed_optimizer,
 )
 
@@ -157,6 +158,12 @@ class TableInputs:
         states = States(per_weight=1, per_row=0) if known == "other" else OPTIMIZERS[known]
         number = weights * states.per_weight - (-weights * states.per_row // width)
         return weights * self.weight_bytes + number * STATE_BYTES
+
+    def table(self, name: str, statistics: Mapping[str, FeatureStatistics]) -> Table:
+        """As workloads are made of it; features that the statistics lack are read once per sample."""
+        once = FeatureStatistics(1.0)
+        features = tuple(statistics.get(feature, once) for feature in self.features)
+        return Table(name, self.rows, self.dim, features, optimizer=costed_optimizer(self.optimizer))
 
 
 @dataclass(frozen=True)

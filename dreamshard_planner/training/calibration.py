@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,7 @@ from dreamshard_planner.workload.tables import Table, Workload
 BUSY_SHARE = 0.25
 """Largest share of the kernels' time in which others had the core: they change caches and memory."""
 POOL = "broad"
-"""Tables to measure with."""
+"""Default tables to measure with."""
 _MAX_TABLES, _MAX_WORK, _REPEATS = 40, {"cpu": 30e6, "cuda": 2.5e9}, 3  # small sets: a minute measures many
 _ARENA_BYTES = {"cpu": 1 << 30}  # of weights; Adagrad's states take as much again
 
@@ -40,6 +40,8 @@ def calibrate(
     seconds: float = 60.0,
     device: str = "cpu",
     threads: int = 1,
+    tables: Sequence[Table] | None = None,
+    batch_sizes: Sequence[int] | None = None,
     collectives: dict[str, Any] | None = None,
     seed: int = 0,
     force: bool = False,
@@ -47,10 +49,10 @@ def calibrate(
 ) -> Checkpoint:
     """Correct a checkpoint's costs for this machine with few measurements, and write the result to ``out``.
 
-    Two halves of the time measure sets of different tables with every optimizer. Each half confirms the corrections
-    fitted to the other (:mod:`dreamshard_planner.cost.correction`). The metadata under ``calibration`` have the errors
-    before and after. Networks and measured collectives are kept. With one thread processor time counts, else the wall
-    clock.
+    Two halves of the time measure sets of different tables, unless ``tables`` are given. Each half confirms the
+    corrections fitted to the other (:mod:`dreamshard_planner.cost.correction`). The metadata under ``calibration`` have
+    the errors before and after. Networks and measured collectives are kept. With one thread processor time counts, else
+    the wall clock.
 
     Args:
         checkpoint: costs to correct.
@@ -58,6 +60,8 @@ def calibrate(
         seconds: of measuring.
         device: ``cpu`` or ``cuda``.
         threads: intra-op threads.
+        tables: with the optimizers, dims and lookups that count. Default: the pool ``broad`` with every optimizer.
+        batch_sizes: samples that kernels see. Default: ``BATCH_SIZES`` of the device.
         collectives: of this machine, in place of the checkpoint's.
         seed: of the sets.
         force: write the result even with few sets or a busy core.
@@ -73,6 +77,7 @@ def calibrate(
     if not isinstance(network, CostNetwork):
         raise CheckpointError(f"{checkpoint.name}: holds no cost network to calibrate")
     config = TrainingConfig(
+        batch_sizes=tuple(batch_sizes or BATCH_SIZES[device]),
         device=device,
         threads=threads,
         seconds=seconds,
@@ -80,7 +85,7 @@ def calibrate(
         arena_bytes=_ARENA_BYTES.get(device),
         seed=seed,
     )
-    halves, others_share = _measured(config, progress)
+    halves, others_share = _measured(config, tables, progress)
     data = CostDataset.concatenate(halves)
     half_X = torch.arange(2).repeat_interleave(torch.tensor([len(half) for half in halves]))
     sets = LabelledSets.of_dataset(data)
@@ -110,28 +115,44 @@ def calibrate(
     return Checkpoint.load(out)
 
 
-def _measured(config: TrainingConfig, progress: bool) -> tuple[list[CostDataset], float]:
+def _measured(
+    config: TrainingConfig, tables: Sequence[Table] | None, progress: bool
+) -> tuple[list[CostDataset], float]:
     """Measure sets of either half of the tables, and return the share of the time in which others had the core."""
+    if tables is None:
+        pools = [dict.fromkeys(OPTIMIZERS, half) for half in pool_tables((POOL,))]
+    else:
+        pools = [_by_optimizer(tables)] * 2
     with TemporaryDirectory() as folder, core_watched() as use:
         halves = [
             measure(config, _draw(half, config, config.seed + part), Path(folder) / str(part), 0.5, progress)
-            for part, half in enumerate(pool_tables((POOL,)))
+            for part, half in enumerate(pools)
         ]
     return halves, use.others_share
 
 
-def _draw(tables: Sequence[Table], config: TrainingConfig, seed: int) -> list[list[Workload]]:
-    """Draw random sets of tables that take turns in optimizers."""
-    count, work = most_sets(config.seconds) // len(OPTIMIZERS) + 1, _MAX_WORK[config.device]
+def _by_optimizer(tables: Sequence[Table]) -> dict[str, list[Table]]:
+    """Return a user's tables by optimizer, without the distribution of ids, which whole tables do not need."""
+    pools: dict[str, list[Table]] = {}
+    for table in tables:
+        features = tuple(replace(feature, ids=None) for feature in table.features)
+        costed = table.optimizer if table.optimizer in OPTIMIZERS else "rowwise_adagrad"
+        pools.setdefault(costed, []).append(replace(table, features=features))
+    return pools
+
+
+def _draw(pools: Mapping[str, Sequence[Table]], config: TrainingConfig, seed: int) -> list[list[Workload]]:
+    """Draw random sets that take turns in optimizers, each with its tables."""
+    count, work = most_sets(config.seconds) // len(pools) + 1, _MAX_WORK[config.device]
     mix = GroupMix(rowwise_adagrad=0.0, adagrad=0.0)
     drawn = [
-        draw_sets(tables, count, 100 * seed + k, config.batch_sizes, _MAX_TABLES, mix, work, config.device)
-        for k in range(len(OPTIMIZERS))
+        draw_sets(pool, count, 100 * seed + k, config.batch_sizes, _MAX_TABLES, mix, work, config.device)
+        for k, pool in enumerate(pools.values())
     ]
     return [
         [replace(workload, optimizer=name) for workload in group]
         for groups in zip(*drawn, strict=True)
-        for name, group in zip(OPTIMIZERS, groups, strict=True)
+        for name, group in zip(pools, groups, strict=True)
     ]
 
 

@@ -150,6 +150,27 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     assert f"{out.name} is one of your own" in said and made["calibration"]["checked"] in said
 
 
+def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path, tmp_path: Path) -> None:
+    tables = {"schema": "dreamshard_planner.table_list/1", "tables": [
+        {"name": f"t{rows}", "num_embeddings": rows, "embedding_dim": 16, "optimizer": name, "pooling_factor": 3.0}
+        for rows, name in ((1000, "adagrad"), (5000, "adagrad"), (3000, "adam"))
+    ]}  # fmt: skip
+    (tmp_path / "tables.json").write_text(json.dumps(tables))
+    plan, out = str(tmp_path / "plan.json"), str(tmp_path / "x.safetensors")
+    given = ("--tables", str(tmp_path / "tables.json"))
+    job = (*given, "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick", "--out", plan)
+    dreamshard("plan", *job)
+    options = ("calibrate", "--costs", str(trained), "--seconds", "1", "--force", "--out", out)
+    for source, batches in ((("--plan", plan), "128 to 128"), (given, "")):
+        dreamshard(*options, *source)
+        told = Checkpoint.load(out).metadata["calibration"]
+        # Adam goes with row-wise Adagrad.
+        assert {check["optimizer"] for check in told["checks"]} == {"rowwise_adagrad", "adagrad"}
+        assert f"dims 16 to 16, batches {batches}" in told["checked"]
+    for wrong in ((*given, "--plan", plan), ("--statistics", plan), ("--tables", "json:loads")):
+        dreamshard(*options, *wrong, status=1 if "json:loads" in wrong else 2)
+
+
 @pytest.fixture
 def quick_sets(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Calibration on invented measurements: a share of the core that others had, and so many sets for each half, which

@@ -30,7 +30,7 @@ from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.workload.ids import IdHistogram
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import Table, Workload
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus-per-node", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick")
@@ -361,6 +361,28 @@ def test_a_plan_is_explained_by_the_statistics_that_it_was_made_with(tmp_path: P
     for given in ((), ("--statistics", statistics)):
         told = run("explain", plan, *given, "--format", "json")
         assert json.loads(told.stdout)["total_ms"] == pytest.approx(predicted, rel=1e-4)
+
+
+@pytest.mark.parametrize("source", ["--plan", "--tables"])
+def test_calibration_reads_tables_as_they_and_statistics_say(
+    source: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Begun(Exception):
+        """Says that measuring began."""
+
+    def calibrate(*_given: Any, tables: list[Table], **_options: Any) -> None:
+        raise Begun({table.name.rpartition(".")[2]: table.features for table in tables})
+
+    monkeypatch.setattr("dreamshard_planner.training.calibrate", calibrate)
+    given = EXAMPLE if source == "--tables" else str(folder / "plan.json")
+    command = ("calibrate", source, given, "--out", str(tmp_path / "x.safetensors"))
+    for more, lookups in (((), 1.0), (("--statistics", str(folder / "monday.json")), 4.0)):
+        with pytest.raises(Begun) as begun:
+            run(*command, *more, status=1)
+        (found,) = begun.value.args
+        assert [feature.pooling_factor for feature in found["item_id"]] == [lookups, 40.0]
+    TableStatistics({"elsewhere": FeatureStatistics(4.0)}).to_json(other := tmp_path / "other.json")
+    assert "'elsewhere'" in run(*command, "--statistics", str(other), status=1).stderr
 
 
 def test_plans_are_written_out_where_that_is_asked_for(folder: Path, tmp_path: Path, monkeypatch) -> None:
