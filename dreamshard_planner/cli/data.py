@@ -3,20 +3,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dreamshard_planner.cli.app import Commands, Panel, app, command
-from dreamshard_planner.cli.options import BATCH_SIZE, COUNT, OUTPUT, listed
+from dreamshard_planner.cli.options import (
+    BATCH_SIZE,
+    COUNT,
+    OUTPUT,
+    PLAN_AGAIN,
+    SearchOptions,
+    listed,
+    load_plan,
+    takes,
+)
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
+from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.support.formatting import first_of
 
 if TYPE_CHECKING:
+    from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.workload.statistics import TableStatistics
 
 stats = typer.Typer(cls=Commands, no_args_is_help=True, help="Count how features read their tables in your data.")
 app.add_typer(stats, name="stats", rich_help_panel=Panel.data.value)
+WORTH = 0.05
+"""Default share of the cost from which planning again is worth it."""
 StatisticsOutput = Annotated[Path, OUTPUT(help="Statistics to write, .json.")]
 
 
@@ -66,16 +81,72 @@ def merge(
 
 
 @command("dreamshard stats diff monday.json tuesday.json", of=stats)
+@takes(SearchOptions)
 def diff(
-    before: Annotated[Path, typer.Argument(help="Older statistics, .json.")],
-    after: Annotated[Path, typer.Argument(help="Newer statistics, .json.")],
+    options: SearchOptions,
+    before: Annotated[
+        Path,
+        typer.Argument(help="Older statistics, .json. Without AFTER: newer statistics, compared with those of --plan."),
+    ],
+    after: Annotated[Path | None, typer.Argument(help="Newer statistics, .json.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan that runs, .json: tells whether planning again is worth it.")
+    ] = None,
+    worth: Annotated[
+        float, typer.Option(min=0, max=1, help="Least gain, as a share of the plan's cost, for which to plan again.")
+    ] = WORTH,
     format: FormatOption = Format.table,
 ) -> None:
-    """Tell which features drifted. dreamshard replan tells whether planning again is worth it."""
+    """Tell which features drifted, and with --plan what planning again would gain.
+
+    With --plan, exit status 3 if that is worth it, 0 if the plan may stay.
+    """
     from dreamshard_planner.workload.statistics import TableStatistics
 
-    found = TableStatistics.from_json(before).diff(TableStatistics.from_json(after))
-    show(found.to_dict(), format, str(found))
+    saved = None if plan is None else load_plan(plan)
+    if after is not None:
+        one, newer = TableStatistics.from_json(before), after
+    elif saved is not None:
+        one, newer = TableStatistics(saved.inputs.features), before
+    else:
+        raise typer.BadParameter("give two files of statistics, or --plan, whose file holds the older ones")
+    other = TableStatistics.from_json(newer)
+    if saved is not None and after is None and not one.keys() & other.keys():
+        held = f"none of the {len(other)} feature(s) of {newer}" if one else "no statistics"
+        raise StatisticsError(
+            f"{saved.name} holds {held}, so no drift can be seen: give the statistics that it was made with as well, "
+            f"dreamshard stats diff OLDER {newer} --plan {plan}"
+        )
+    found = one.diff(other)
+    if saved is None:
+        show(found.to_dict(), format, str(found))
+        return
+    notes = []
+    if after is None and found.only_after:
+        notes.append(
+            f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {first_of(found.only_after, 3)}; "
+            f"give those that it was made with before {newer.name} to see what drifted."
+        )
+    keep_ms, again_ms = _costs(saved, other, options)
+    gain = max(0.0, 1 - again_ms / keep_ms) if keep_ms > 0 else 0.0
+    verdict = "plan again" if gain >= worth else "keep the plan"
+    said = (
+        f"Verdict: {verdict}. By {newer.name}, {saved.name} costs {keep_ms:.3f} ms, and planned again "
+        f"{again_ms:.3f} ms: {gain:.1%} less, of {worth:.1%} that are worth it."
+    )
+    replanning = {"keep_ms": keep_ms, "again_ms": again_ms, "gain": gain}
+    show({**found.to_dict(), "verdict": verdict, "replanning": replanning}, format, said, str(found), *notes)
+    if gain >= worth:
+        raise typer.Exit(PLAN_AGAIN)
+
+
+def _costs(saved: SavedPlan, statistics: TableStatistics, options: SearchOptions) -> tuple[float, float]:
+    """Return the milliseconds of a plan by newer statistics, and of a plan made for them."""
+    from dreamshard_planner.offline.from_plan import job_of
+
+    job = job_of(saved, statistics)
+    planner = replace(job, settings={**job.settings, **options.settings()}).plan()
+    return planner.predict(saved).total_ms, planner.report().chosen.total_ms
 
 
 def _keep(counted: TableStatistics, out: Path, format: Format) -> None:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from dreamshard_planner.devices import GPUS, MAX_RANKS, Machine
-from dreamshard_planner.errors import FileError
+from dreamshard_planner.errors import FileError, TaskError
 from dreamshard_planner.search.effort import EFFORTS
 from dreamshard_planner.support.files import brief, check_writable
 
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job
     from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.search_space.placement_rules import PlacementRules
     from dreamshard_planner.workload.statistics import TableStatistics
 
 ADVANCED: dict[str, Any] = {"rich_help_panel": "Advanced"}
@@ -47,6 +48,15 @@ class Device(StrEnum):
 
 
 Effort = StrEnum("Effort", list(EFFORTS))  # type: ignore[misc]  # mypy wants the names spelled out
+
+
+def gpu(text: str) -> str:
+    """Read a name of :data:`~dreamshard_planner.devices.GPUS`."""
+    try:
+        Machine(ranks_per_host=1, gpu=text.lower())
+    except TaskError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text.lower()
 
 
 def whole(text: str | int) -> int:
@@ -187,8 +197,15 @@ COST_SOURCES = ("auto", "roofline", "torchrec")
 """Names of costs that are no file."""
 
 
+def cost_settings(costs: str | None) -> dict[str, Any]:
+    """Return the planner's arguments that :data:`CostsOption` stands for; none if it was not given."""
+    if costs is None:
+        return {}
+    return {"cost_source": costs} if costs in COST_SOURCES else {"checkpoint": costs, "cost_source": "auto"}
+
+
 @dataclass(frozen=True, kw_only=True)
-class RatingOptions:
+class SearchOptions:
     """Options of every command that searches or rates plans."""
 
     costs: CostsOption = None
@@ -204,6 +221,21 @@ class RatingOptions:
         float | None,
         SECONDS(min=0.01, help="Cap on the search; reading and rating the tables comes on top.", **ADVANCED),
     ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the planner's arguments that were given."""
+        given = {"effort": self.effort and self.effort.value, "search_seconds": self.search_seconds}
+        return {
+            **cost_settings(self.costs),
+            **({"seed": self.seed} if self.seed else {}),
+            **{name: value for name, value in given.items() if value is not None},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatingOptions(SearchOptions):
+    """Options of every command that rates the plan of a file."""
+
     statistics: StatisticsOption = None
     hot_rows: Annotated[
         int | None,
@@ -216,17 +248,8 @@ class RatingOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the planner's arguments that were given."""
-        given = {
-            "seed": self.seed or None,
-            "effort": self.effort and self.effort.value,
-            "search_seconds": self.search_seconds,
-            "hot_rows_bytes": self.hot_rows,
-            "vocabulary": self.vocabulary,
-        }
-        if self.costs is not None:
-            named = self.costs in COST_SOURCES
-            given |= {"cost_source": self.costs} if named else {"checkpoint": self.costs, "cost_source": "auto"}
-        return {name: value for name, value in given.items() if value is not None}
+        hot = {"hot_rows_bytes": self.hot_rows, "vocabulary": self.vocabulary}
+        return super().settings() | {name: value for name, value in hot.items() if value is not None}
 
     def known(self) -> TableStatistics | None:
         """Read the statistics that were given."""
@@ -272,6 +295,20 @@ class JobOptions(RatingOptions):
     sharding_types: Annotated[
         str | None, typer.Option(help="TorchRec's names, separated by commas; default: all.", **ADVANCED)
     ] = None
+    together: Annotated[
+        list[str] | None,
+        typer.Option(help="Tables to keep on one rank; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
+    ] = None
+    apart: Annotated[
+        list[str] | None,
+        typer.Option(help="Tables to keep on different ranks; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
+    ] = None
+    on_ranks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ranks that may hold a table, as user_id=0,2,4-7; repeatable.", metavar="TABLE=RANKS", **ADVANCED
+        ),
+    ] = None
     sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).", **ADVANCED)] = None
     sync_interval: Annotated[int, COUNT(help="Batches between two averagings of the groups' replicas.", **ADVANCED)] = 1
     exact_training: Annotated[
@@ -298,7 +335,7 @@ class JobOptions(RatingOptions):
         """Return the job."""
         if self.sync_interval != 1 and self.sharding_group is None:
             raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
-        machine = self.machine()
+        machine, rules = self.machine(), self._placement_rules()
         from dreamshard_planner.offline.jobs import Job, read_model
         from dreamshard_planner.planning.ranks import ShardingGroups
 
@@ -309,10 +346,29 @@ class JobOptions(RatingOptions):
             "sharding_types": None if self.sharding_types is None else self._sharding_types(self.sharding_types),
             "exact_training": self.exact_training,
             "optimizers_attached": True,  # the plan is for this package's DistributedModelParallel
+            "placement_rules": rules,
             "sharding_groups": None if size is None else ShardingGroups(size=size, sync_interval=self.sync_interval),
             **self.settings(),
         }
         return Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
+
+    def _placement_rules(self) -> PlacementRules | None:
+        if not (self.together or self.apart or self.on_ranks):
+            return None
+        from dreamshard_planner.search_space.placement_rules import PlacementRules
+
+        on_ranks: dict[str, list[int]] = {}
+        for text in self.on_ranks or ():
+            name, equals, ranks = text.rpartition("=")
+            if not equals or not name.strip():
+                raise typer.BadParameter(f"--on-ranks {text!r}: give a table and its ranks, as user_id=0,2,4-7")
+            if on_ranks.setdefault(name.strip(), found := ranks_of(ranks)) is not found:
+                raise typer.BadParameter(f"--on-ranks names table {name.strip()!r} twice")
+        together, apart = ([listed(text) for text in given or ()] for given in (self.together, self.apart))
+        try:
+            return PlacementRules(together=together, apart=apart, on_ranks=on_ranks)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
 
     def _sharding_types(self, given: str) -> tuple[str, ...]:
         from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -326,7 +382,7 @@ class JobOptions(RatingOptions):
         return types
 
 
-def takes(options: type[RatingOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(options: type[SearchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn the fields of a dataclass into options of a command, whose first argument is an instance of it."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

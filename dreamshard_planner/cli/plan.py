@@ -27,6 +27,7 @@ from dreamshard_planner.cli.options import (
     PlanOutput,
     RatingOptions,
     bytes_per_s,
+    gpu,
     listed,
     load_plan,
     ranks_of,
@@ -80,7 +81,7 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "ranks": ("ranks", whole),
     "nodes": ("hosts", whole),
     "batch-size": ("batch_size", whole),
-    "gpu": ("gpu", str),
+    "gpu": ("gpu", gpu),
     "intra-bandwidth": ("intra_bytes_per_s", bytes_per_s),
     "inter-bandwidth": ("inter_bytes_per_s", bytes_per_s),
     "hot-rows": ("hot_rows_bytes", size_bytes),
@@ -98,17 +99,18 @@ def what_if(
     options: RatingOptions,
     plan: PlanArgument,
     vary: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
-            help=f"An option and its values, as nodes=1,2,4; one of {', '.join(AXES)}. Repeatable.",
+            help=f"An option and its values, as nodes=1,2,4; one of {', '.join(AXES)}. Repeatable; default: half and "
+            "twice the ranks, batch size and bandwidth.",
             metavar="OPTION=VALUES",
         ),
-    ],
+    ] = None,
     format: FormatOption = Format.table,
 ) -> None:
     """Sweep over GPUs, their model, batch size and bandwidths. Each line is a plan of its own."""
     varied: dict[str, list[Any]] = {}
-    for axis, values in map(_axis, vary):
+    for axis, values in map(_axis, vary or ()):
         varied[axis] = list(dict.fromkeys([*varied.get(axis, ()), *values]))
     saved = load_plan(plan)
     job = options.job_of(saved)
@@ -116,7 +118,7 @@ def what_if(
 
     effort = "quick" if options.effort is None else options.effort.value
     with working("planning"):
-        found = what_if(job, varied, saved, effort)
+        found = what_if(job, varied or _around(job), saved, effort)
     show(found, format, *_sweeps(found, effort))
 
 
@@ -129,6 +131,22 @@ def _axis(text: str) -> tuple[str, list[Any]]:
         return axis, [read(value) for value in listed(values)]
     except typer.BadParameter as error:
         raise typer.BadParameter(f"--vary {text!r}: {error}") from error
+
+
+def _around(job: Job) -> dict[str, list[Any]]:
+    """Return half and twice of the job's ranks, batch size and bandwidth."""
+    topology = job.machine.topology()
+    inside, between = topology.comms_bandwidths.intra_host_bw, topology.comms_bandwidths.inter_host_bw
+    ranks, hosts = job.machine.ranks_per_host, job.machine.hosts
+    size = ("hosts", hosts) if hosts > 1 else ("ranks", ranks)
+    around = {
+        size[0]: sorted({max(1, size[1] // 2), 2 * size[1]}),
+        "batch_size": sorted({max(1, job.batch_size // 2), 2 * job.batch_size}),
+    }
+    if job.machine.ranks > 1 and job.machine.device == "cuda":  # those of CPU ranks are measured
+        name, rate = ("inter_bytes_per_s", between) if hosts > 1 else ("intra_bytes_per_s", inside)
+        around[name] = [rate * 1e3 / 2, rate * 1e3 * 2]
+    return around
 
 
 def _sweeps(found: WhatIf, effort: str) -> list[RenderableType]:

@@ -19,7 +19,7 @@ from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
 from dreamshard_planner.measure.hardware import hardware_name
-from dreamshard_planner.measure.sets import GroupMix, draw_sets
+from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, draw_sets
 from dreamshard_planner.measure.timing import core_watched
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, measure, most_sets, pool_tables
