@@ -42,11 +42,12 @@ from dreamshard_planner.problem.parts import impossible_types
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import (
     AllowedTypes,
+    PlanningConstraints,
     constraints_by_name,
     planning_constraints,
 )
 from dreamshard_planner.search_space.input_checks import check_topology, doubtful_inputs, unused_names
-from dreamshard_planner.search_space.modules import shardable_tables, unsharded_modules, without_weights
+from dreamshard_planner.search_space.modules import ShardableTable, shardable_tables, unsharded_modules, without_weights
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.usable_options import mixed_exchanges
@@ -106,18 +107,7 @@ class ModelProblem:
         legal = None
         if settings.placement_rules is not None:
             legal = LegalRanks.of(settings.placement_rules, tables, topology, statistics)
-        allowed = AllowedTypes(
-            topology.compute_device,
-            sharding_types=settings.sharding_types,
-            exact_training=settings.exact_training,
-            optimizers_attached=settings.optimizers_attached,
-            in_groups=ranks.groups > 1,
-            has_ssd=any(device.storage.ssd > 0 for device in topology.devices),
-            legal=legal,
-            ranks=topology.world_size,
-            impossible=impossible_types(topology),
-        )
-        constraints = planning_constraints(tables, given, statistics, allowed)
+        constraints = planned_constraints(settings, ranks, tables, legal)
         reader = OptionReader(
             constraints, statistics, sharders, legal, settings.optimizers_attached, in_groups=ranks.groups > 1
         )
@@ -299,3 +289,22 @@ def _loaded(plan: AnyPlan) -> GivenPlan:
 def libraries() -> dict[str, str]:
     """Return the versions of this package and of the libraries that compute embeddings, by name."""
     return {"dreamshard_planner": __version__, **library_versions()}
+
+
+def planned_constraints(
+    settings: PlannerSettings, ranks: PlannedRanks, tables: Sequence[ShardableTable], legal: LegalRanks | None
+) -> PlanningConstraints:
+    """Return the constraints of every table under some settings."""
+    topology = ranks.topology
+    allowed = AllowedTypes(
+        topology.compute_device,
+        sharding_types=settings.sharding_types,
+        exact_training=settings.exact_training,
+        optimizers_attached=settings.optimizers_attached,
+        in_groups=ranks.groups > 1,
+        has_ssd=any(device.storage.ssd > 0 for device in topology.devices),
+        legal=legal,
+        ranks=topology.world_size,
+        impossible=impossible_types(topology),
+    )
+    return planning_constraints(tables, settings.constraints, settings.statistics, allowed)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.planning.exact_training import exact_training_notes
 from dreamshard_planner.planning.model_problem import ModelProblem, libraries
 from dreamshard_planner.planning.plan_notes import training_notes
 from dreamshard_planner.planning.search_plan import BASELINE
@@ -18,7 +18,7 @@ from dreamshard_planner.plans.comparison import differences
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.search.search import SearchResult
-from dreamshard_planner.search_space.constraints import CONSENT, UNEVEN_OUTPUTS
+from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.support.formatting import first_of
@@ -45,6 +45,7 @@ class PlanResult:
         result: SearchResult | None = None,
         is_placed: bool = True,
         is_changed: bool = False,
+        excludes: bool = False,
         loaded: SavedPlan | None = None,
     ) -> PlanResult:
         """Report on a plan.
@@ -55,6 +56,7 @@ class PlanResult:
             notes, rivals, result: of the search.
             is_placed: whether our partitioner placed the plan.
             is_changed: whether callbacks changed it afterwards.
+            excludes: whether exact training may have left options out of the search.
             loaded: the file that it comes from, instead of a search.
 
         Raises:
@@ -70,6 +72,7 @@ class PlanResult:
                 checked = is_changed or not is_placed
                 rated = model.rated(plan) if checked else model.context.rated(plan, model.left)
                 notes = (*notes, *_search_notes(model, rivals, is_placed))
+                notes += tuple(exact_training_notes(model, plan)) if excludes else ()
                 report = model.context.report(rated, notes, rivals, result)
             return cls(model, tuple(plan), report.noting(_model_notes(model, plan)))
         except PlannerError as error:
@@ -94,10 +97,6 @@ def _search_notes(model: ModelProblem, rivals: Sequence[ReportEntry], is_placed:
         yield from noted("placement_rule", () if model.legal is None else model.legal.notes())
         if not any(rival.name == BASELINE and rival.feasible for rival in rivals):
             yield Note("search", "no plan of TorchRec's that fits was found to compare with")
-    excluded = Counter(kind for why in model.left_out.values() for kind in why if why[kind].endswith(CONSENT))
-    if excluded:
-        kinds = ", ".join(f"{kind} for {count} table(s)" for kind, count in sorted(excluded.items()))
-        yield Note("beyond_exact_training", f"exact training leaves out {kinds} (exact_training=False allows it)")
 
 
 def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:

@@ -51,7 +51,7 @@ Code = Literal[
     "beyond_exact_training",  # options excluded by exact training
     "hot_rows",  # rows of sequence tables that every rank holds
     "index_dedup",  # gain of TorchRec's index dedup
-    "forced_out",  # in files of earlier releases: exact training keeps tables out of device memory
+    "forced_out",  # exact training keeps tables out of device memory
     "training",  # tables that train differently than whole ones
     "unused",  # names missing in the model, or modules missing in the plan
     "callbacks",  # callbacks that changed the plan
@@ -325,9 +325,10 @@ class Report(Predicted):
         return {"verdict": self.verdict, **document_of(self), **plans}
 
     def __str__(self) -> str:
-        first = ("hardware", "optimizer", "assumption")
+        first = ("forced_out", "hardware", "optimizer", "assumption")
         told = {code: [f"{note}." for note in self.notes if note.code == code] for code in first}
         lines = [
+            *told["forced_out"],
             self.headline,
             f"{self.verdict}.",
             *(f"Planned for {text}" for text in told["hardware"]),

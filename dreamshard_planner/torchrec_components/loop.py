@@ -297,6 +297,7 @@ class SearchLoop:
             result=None if searched is None else searched.result,
             is_placed=ours is not None,
             is_changed=is_changed,
+            excludes=ours is not None and self._given.enumerator is None and self._model.settings.exact_training,
         )
 
     def _searched_again(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
