@@ -10,6 +10,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def _given() -> dict[str, Any]:
         "device": torch.device("cpu"),
         "model": model("meta"),
         "meta_model": model("meta"),
+        "make_model": partial(model, "meta"),
         "sharders": get_default_sharders(),
         "topology": Machine(ranks_per_host=2, gpu="h100").topology(),
         "dist": dist,

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.hooks import kernels_in, lookups_of
 from dreamshard_planner.observing.observation import WARM_UP, Observation
 from dreamshard_planner.observing.observer import END_DEFAULT, observe
@@ -103,8 +104,12 @@ def compare_steps(
 
     Raises:
         ValueError: a count is out of bounds; names all counts.
-        ObservationError: a model has no sharded embeddings.
+        TypeError: ``batches`` has no length, as an iterator.
+        ObservationError: a model has no sharded embeddings, or ``build``'s function does not train it; names the plan.
+            Raised before anything is measured.
     """
+    if not isinstance(batches, Sized):
+        raise TypeError(f"batches must be a list, which models go round, got {type(batches).__name__}")
     counts = {"plans": len(plans), "batches": len(batches), "copies": copies, "rounds": rounds}
     if min(counts.values()) < 1 or observed_steps < 0:
         raise ValueError(f"each of these must be at least 1: {counts}; and observed_steps at least 0: {observed_steps}")
@@ -112,9 +117,12 @@ def compare_steps(
     trainees: dict[tuple[str, int], _Trainee] = {}
     for name, copy in order.sample(models, len(models)):
         torch.manual_seed(seed)
-        trainees[name, copy] = _Trainee(*build(plans[name]), batches)
-    for trainee in trainees.values():
-        trainee.train(WARM_UP)
+        trainees[name, copy] = _Trainee(name, *build(plans[name]), batches)
+    for (_, copy), trainee in trainees.items():
+        if copy or not observed_steps:
+            trainee.train(WARM_UP)
+        else:  # what cannot be observed must fail before all rounds are measured
+            trainee.observed(WARM_UP - 1)
     step_ms = max(_gathered(trainees[models[0]].train(WARM_UP)))
     block = max(2, round(1e3 * block_seconds / step_ms))
     blocks_ms: dict[tuple[str, int], list[float]] = {model: [] for model in models}
@@ -131,11 +139,11 @@ def compare_steps(
 class _Trainee:
     """A model in training on this rank."""
 
-    def __init__(self, model: nn.Module, step: Step, batches: Sequence[Any]) -> None:
+    def __init__(self, plan: str, model: nn.Module, step: Step, batches: Sequence[Any]) -> None:
         while END_DEFAULT:  # else DistributedModelParallel observes one of the models
             END_DEFAULT.pop()()
         _equalize(model)
-        self._model, self._step, self._batches = model, step, itertools.cycle(batches)
+        self._plan, self._model, self._step, self._batches = plan, model, step, itertools.cycle(batches)
         self._device = next(model.parameters()).device
 
     def train(self, steps: int) -> float:
@@ -149,10 +157,14 @@ class _Trainee:
         return 1e3 * (time.perf_counter() - start) / steps
 
     def observed(self, steps: int) -> Observation:
-        """Train, and return the observation of so many steps on all ranks."""
-        with observe(self._model, every=max(1, steps // 4)) as seen:
-            self.train(steps + 1)
-        return Observation.merge({f"rank {rank}": one for rank, one in enumerate(_gathered(seen.observation()))})
+        """Train one step more than so many, and return the observation of all ranks."""
+        try:
+            with observe(self._model, every=max(1, steps // 4)) as seen:
+                self.train(steps + 1)
+            mine = seen.observation()
+        except ObservationError as error:
+            raise ObservationError(f"plan {self._plan!r}: {error}; or give observed_steps=0") from error
+        return Observation.merge({f"rank {rank}": one for rank, one in enumerate(_gathered(mine))})
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":

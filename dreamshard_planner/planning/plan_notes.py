@@ -165,8 +165,8 @@ def missing_optimizers(plan: Sequence[ShardingOption], reader: OptionReader) -> 
         return None
     return (
         f"no optimizer was found in the backward of {len(tables)} table(s) ({first_of(tables, NAMED)}): SGD is "
-        "assumed. Call apply_optimizer_in_backward before planning: another optimizer needs more memory, and its model "
-        "refuses the file of this plan"
+        "assumed. Call apply_optimizer_in_backward before planning, and again after a copy.deepcopy, which loses it: "
+        "another optimizer needs more memory, and its model refuses the file of this plan"
     )
 
 

@@ -59,7 +59,19 @@ def _compared(rank: Rank) -> tuple[StepComparison, dict[str, list[list[float]]],
     assert not END_DEFAULT  # no model goes on being observed
     with pytest.raises(ObservationError, match="no sharded embeddings"):
         compare_steps(lambda _: (nn.Linear(1, 1), next), {"none": None}, batches, block_seconds=0.001)
-    return compared, losses, turns
+    measured = {kind: list(losses[kind]) for kind in KINDS}
+    inner = {"plans": {"inner": "table_wise"}, "build": lambda kind: _of_inner(*build(kind), batches[0])}
+    with pytest.raises(ObservationError, match="plan 'inner': no training step .* or give observed_steps=0"):
+        compare_steps(**inner, batches=batches, rounds=1_000_000)  # before all rounds
+    compare_steps(**inner, batches=batches, rounds=1, block_seconds=0.001, observed_steps=0)
+    with pytest.raises(TypeError, match="a list, .* got list_iterator"):
+        compare_steps(build, plans, iter(batches))
+    return compared, measured, turns
+
+
+def _of_inner(model: DistributedModelParallel, _: Any, given: tuple[Any, ...]) -> tuple[nn.Module, Any]:
+    """A step that calls another module than the observed one."""
+    return model, lambda _: model.module(*given).backward()
 
 
 def test_plans_train_alike_in_turns_and_their_work_is_told() -> None:
