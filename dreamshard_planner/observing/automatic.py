@@ -15,14 +15,13 @@ import threading
 import weakref
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 
 from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.errors import ObservationError
-from dreamshard_planner.observing.hooks import guarded
+from dreamshard_planner.observing.hooks import guarded, lookups_of, trains
 from dreamshard_planner.observing.observation import rank_file
 from dreamshard_planner.observing.observer import END_DEFAULT, Observer, predicted
 
@@ -40,12 +39,13 @@ EVERY = 50
 
 
 def begin(model: nn.Module, planner: EmbeddingShardingPlanner) -> None:
-    """Observe a model's training steps after its warm-up, unless the environment switches it off; never raises."""
+    """Observe a model's training steps after its warm-up, unless the environment switches it off, or nothing of the
+    model is sharded; never raises."""
     try:
         given = os.environ.get(VARIABLE, str(STEPS))
         if not (given.isascii() and given.isdecimal()):
             raise ObservationError(f"{VARIABLE} must be a number of steps, or 0 for none, got {given!r}")
-        if int(given) and dist.is_initialized():
+        if int(given) and dist.is_initialized() and any(lookups_of(model)):
             AutomaticObservation(model, planner, int(given))
     except Exception as error:  # an observer's fault must not end a training
         _failed(error)
@@ -84,7 +84,7 @@ class AutomaticObservation:
         END_DEFAULT.append(self._end)
 
     def _before_step(self, model: nn.Module, *_: object) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+        if not trains(model):
             return
         if self._observer is None:
             self._seen += 1
@@ -132,19 +132,27 @@ def _write(observer: Observer, rank: int) -> None:
         return
     with open(folder / "background.log", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dreamshard_planner.background", str(folder), observer.id],
+            [sys.executable, "-P", "-m", "dreamshard_planner.background", str(folder), observer.id],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", VARIABLE: "0"},
+            env=_environment(),
             start_new_session=True,
         )
-    tell = guarded(lambda: _tell(process.communicate()[0]), _failed)
+    tell = guarded(lambda: _tell(process.communicate()[0], process.returncode, log.name), _failed)
     threading.Thread(target=tell, name="dreamshard_planner background", daemon=True).start()
 
 
-def _tell(told: bytes) -> None:
+def _environment() -> dict[str, str]:
+    """Return the environment of the process that learns: it imports what the training imports, from the same places."""
+    ours = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", VARIABLE: "0"}
+    return {**os.environ, **ours}
+
+
+def _tell(told: bytes, status: int, log: str) -> None:
     """Log what the process learned; it may have told nothing."""
+    if status:
+        logger.warning("nothing is learned from the observed steps: the process ended with %d; see %s", status, log)
     known = json.loads(told or b"{}")
     if learned := known.get("learned"):
         logger.info("%s", learned)

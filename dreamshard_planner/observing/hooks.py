@@ -102,7 +102,8 @@ class Step:
 
 
 class StepRecorder:
-    """Times of each kept step, by name. A step lasts from one forward pass of the model to the next."""
+    """Times of each kept step, by name. A step lasts from one forward pass of the model to the next, which may be an
+    evaluation."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
@@ -113,14 +114,20 @@ class StepRecorder:
         self._pending: deque[Step] = deque()
         self._kept: dict[int, dict[str, float]] = {}
 
+    def end_step(self, now: Mark) -> None:
+        """End the current step, if there is one: the model is evaluated."""
+        if self._start is None:
+            return
+        if self.current is not None:
+            self.current.add("step", self._start, now)
+            self._pending.append(self.current)
+        self.steps += 1
+        self._start = self.current = None
+
     def next_step(self) -> None:
-        """End the current step, since the model's forward pass begins."""
+        """End the current step, since the forward pass of another one begins."""
         now = self.clock.mark()
-        if self._start is not None:
-            if self.current is not None:
-                self.current.add("step", self._start, now)
-                self._pending.append(self.current)
-            self.steps += 1
+        self.end_step(now)
         self._start = now
         self.current = None if self.steps % self._stride else Step(self.steps, now)
         # A step's lookups may still be exchanged in the next one, and the device may lag.
@@ -177,6 +184,11 @@ def kernels_in(lookup: nn.Module) -> list[nn.Module]:
     return [module for module in lookup.modules() if hasattr(module, "emb_module") and hasattr(module, "config")]
 
 
+def trains(module: nn.Module) -> bool:
+    """Return whether a call of a module is a training step's: an evaluation has other batches, and no backward."""
+    return module.training and torch.is_grad_enabled()
+
+
 def guarded(callback: Callable[..., Any], failed: Callable[[Exception], None]) -> Callable[..., Any]:
     """Return a callback that never raises: its first error goes to ``failed`` and disables it."""
     broken = False
@@ -215,13 +227,17 @@ class Hooks:
             self._stack.callback(handle.remove)
 
     def listen_to_steps(self, model: nn.Module) -> None:
-        """Time steps, and the forward and backward pass of the whole model."""
+        """Time training steps, and the forward and backward pass of the whole model in them."""
         starts: list[Mark] = []
 
         def before(*_: Any) -> None:
-            if not self._closed:  # by another hook of this very call
+            if self._closed:  # by another hook of this very call
+                return
+            if trains(model):
                 self._recorder.next_step()
                 starts[:] = [self._clock.mark()]
+            else:
+                self._recorder.end_step(self._clock.mark())
 
         def after(_module: nn.Module, _given: Any, output: Any) -> None:
             if (step := self._recorder.current) is None:
@@ -284,12 +300,12 @@ class Hooks:
         )
 
     def listen_to_inputs(self, module: Any, told: Callable[[KeyedJaggedTensor], None]) -> None:
-        """Hand a sharded module's lookups of every step to ``told``, except TensorDicts, and time their way to the
-        kernels. A pipeline sends lookups ahead while others compute: that is not timed."""
+        """Hand a sharded module's lookups of every training step to ``told``, except TensorDicts, and time their way to
+        the kernels. A pipeline sends lookups ahead while others compute: that is not timed."""
         input_dist = module.input_dist
 
         def listened(context: Any, features: Any, *others: Any, **named: Any) -> Any:
-            if isinstance(features, KeyedJaggedTensor):
+            if isinstance(features, KeyedJaggedTensor) and trains(module):
                 told(features)
             step, caller = self._recorder.current, sys._getframe(1).f_code
             if step is None or caller is not ShardedModule.forward.__code__:

@@ -121,7 +121,7 @@ class Observer:
         if not kept:
             raise ObservationError(
                 f"no training step was seen in {self._recorder.steps} calls of the model: it has to be called itself, "
-                "with backward(), at least twice"
+                "in train mode, with backward(), at least twice"
             )
         of_rank = RankSteps(
             rank=self._rank,

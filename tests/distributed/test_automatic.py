@@ -9,6 +9,8 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -115,6 +117,9 @@ FILES = {"dropped": 2, **dict.fromkeys(NOTHING_WRITTEN, 0)}
 
 
 def _every_way(rank: Rank, folder: str) -> dict[str, list[str]]:
+    with logged("observing") as records:
+        automatic.begin(torch.nn.Linear(1, 1), make_planner("torchrec", rank))
+    assert not records and not END_DEFAULT  # a job without tables is told nothing
     return {how: _otherwise(rank, f"{folder}/{how}", how) for how in FILES}
 
 
@@ -199,6 +204,19 @@ def test_two_jobs_at_once_both_count(tmp_path: Path) -> None:
     assert Checkpoint.load(learned).metadata["learned"]["runs"] == 2  # the second to learn sees both
     assert not list(tmp_path.rglob("*.part"))
     assert sum("costs learned from" in text for text in messages) == 2
+
+
+def test_the_process_that_learns_imports_as_the_training_and_tells_if_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    subprocess.run([sys.executable, "-P", "-c", "import only_here"], env=automatic._environment(), check=True)
+    with logged("observing.automatic") as records:
+        automatic._tell(b"", 0, "background.log")
+        automatic._tell(b"", 1, "background.log")
+    (message,) = _messages(records)
+    assert "ended with 1; see background.log" in message
 
 
 def _die(home: Path) -> None:

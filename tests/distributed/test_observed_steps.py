@@ -75,8 +75,12 @@ def _observed(rank: Rank, folder: str) -> tuple[list[float], list[float]]:
     alone = observe(model, path=Path(folder) / "alone.json") if rank.rank == 0 else nullcontext()
     with alone:
         train(model, rank, 3, 2 * LOCAL_BATCH)
-    with observe(model, path=Path(folder) / "both.json"):
+    with observe(model, path=Path(folder) / "both.json", every=1):
         train(model, rank, 3, 2 * LOCAL_BATCH)
+        with torch.no_grad():  # of other samples
+            model(*batch(0, 8 * LOCAL_BATCH, 0, 4 * LOCAL_BATCH, rank.device))
+        model.eval()(*batch(0, 8 * LOCAL_BATCH, 0, 4 * LOCAL_BATCH, rank.device))
+        model.train()
     with pytest.raises(StopIteration), observe(model, path=Path(folder) / "ended.json"):
         train(model, rank, 3, 2 * LOCAL_BATCH)
         next(iter(()))  # as a pipeline ends
@@ -90,7 +94,8 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
     for observed, plain in launch(_observed, str(tmp_path), world_size=2):
         assert observed == pytest.approx(plain)
     assert {file.name for file in tmp_path.glob("observation*")} == {"observation.0.json", "observation.1.json"}
-    assert len(Observation.load_all([tmp_path / "both.json"]).runs) == 1  # whatever one rank observed before
+    (both,) = Observation.load_all([tmp_path / "both.json"]).runs  # whatever one rank observed before
+    assert both.steps == 3 and {(one.samples, one.batches) for one in both.statistics.values()} == {(LOCAL_BATCH, 6)}
     assert Observation.load_all([tmp_path / "ended.json"]).steps == 2  # whatever ends the batches
     observation = Observation.load_all([tmp_path / "observation.json"])
     (run,) = observation.runs

@@ -47,6 +47,22 @@ def test_a_call_without_a_backward_pass_is_no_training_step() -> None:
     assert recorder.columns() == ((), {}) and recorder.steps == 2
 
 
+def test_an_evaluation_between_steps_belongs_to_none() -> None:
+    model, recorder = torch.nn.Linear(2, 1), StepRecorder(DeviceClock(torch.device("cpu")))
+    hooks = Hooks(recorder)
+    hooks.listen_to_steps(model)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        model.eval()(torch.ones(1, 2)).sum()
+        model.train()
+    hooks.close()
+    kept, columns = recorder.columns()
+    assert kept == (0, 1, 2) and recorder.steps == 3
+    assert all(map(float.__lt__, columns["forward"], columns["step"]))
+
+
 def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     whole = observation(2)
     for rank in range(2):
