@@ -130,8 +130,8 @@ class HotReplicas:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._stale = True
         self._changed = (
-            f"The shards of {', '.join(hot)} changed, but their hot rows did not. Load with load_across_plans, or call "
-            "load_state_dict on the model after loading into its state dict."
+            f"The shards of {', '.join(hot)} or their optimizer states changed, but their hot rows did not. Load with "
+            "load_across_plans, or call load_state_dict on the model last, after all else is loaded."
         )
         self.in_state_dict = compat.sharded_values(module, hot)
         """Values of the tables in the module's state dict."""
