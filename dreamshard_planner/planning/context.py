@@ -25,6 +25,7 @@ from dreamshard_planner.search.search import SearchResult
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.search_space.enumeration import (
     FastEnumerator,
+    WithLengths,
     estimate_all,
     torchrec_estimators,
     unpriced,
@@ -111,6 +112,9 @@ class PlanRater:
         if self.sharders is None:
             return []
         perf, storage = torchrec_estimators(self.ranks.topology, self.constraints)
+        if self._costs.takes_estimates and self.constraints is not None:
+            # Costs are TorchRec's, while memory is for the actual lookups.
+            perf = WithLengths(perf, self.constraints.torchrec_lengths)
         return [perf, AllocatedStorage(storage, self.reader, self.ranks.topology)]
 
     def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:

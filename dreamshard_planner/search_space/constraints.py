@@ -176,6 +176,8 @@ class PlanningConstraints(dict[str, ParameterConstraints]):
         super().__init__(constraints)
         self.left_out: dict[str, dict[str, str]] = {}
         """Sharding types that a table may not take, and why, by its fully qualified name."""
+        self.torchrec_lengths: dict[str, list[float]] = {}
+        """Pooling factors that TorchRec itself counts, by table name, if they are fewer than the features."""
 
 
 def given_constraints(
@@ -263,6 +265,11 @@ def planning_constraints(
         left_out = {one.fqn: allowed.left_out(one, constraint, traits[one.path]) for one in namesakes}
         expanded.left_out |= left_out
         constraint.sharding_types = _usable_types(left_out, constraint.sharding_types or allowed.sharding_types)
+        known = any(feature in (statistics or {}) for one in namesakes for feature in one.feature_names)
+        # TorchRec wants as many of these as pooling factors.
+        each = known or constraint.num_poolings or constraint.batch_sizes
+        if not each and len(constraint.pooling_factors or ()) == 1:
+            expanded.torchrec_lengths[name] = constraint.pooling_factors
         if len({len(one.feature_names) for one in namesakes}) > 1:
             check_shared(constraint, namesakes)
         elif features := namesakes[0].feature_names:

@@ -7,7 +7,7 @@ TorchRec's estimators read only the size of a shard, and the shards of one optio
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -98,6 +98,24 @@ def unpriced(option: ShardingOption, why: str) -> PlannerError:
         "Give the planner an enumerator with an estimator that sets its perf, or allow one of "
         f"{', '.join(KERNELS)} in the table's ParameterConstraints.compute_kernels."
     )
+
+
+class WithLengths(ShardEstimator):
+    """An estimator that sees other ``input_lengths`` of some tables, by name."""
+
+    def __init__(self, estimator: ShardEstimator, lengths: Mapping[str, list[float]]) -> None:
+        self._estimator, self._lengths = estimator, lengths
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the other estimator raises."""
+        held = [option.input_lengths for option in sharding_options]
+        try:
+            for option in sharding_options:
+                option.input_lengths = self._lengths.get(option.name, option.input_lengths)
+            self._estimator.estimate(sharding_options, *args, **kwargs)
+        finally:
+            for option, lengths in zip(sharding_options, held, strict=True):
+                option.input_lengths = lengths
 
 
 def torchrec_estimators(
