@@ -457,6 +457,10 @@ def test_what_if_varies_what_is_asked(folder: Path, tmp_path: Path) -> None:
     sweeps = json.loads(run("what-if", str(folder / "plan.json"), *several).stdout)["sweeps"]
     values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
     assert values == {"ranks": [1, 4], "hosts": [2]}
+    sweeps = json.loads(run("what-if", str(folder / "plan.json"), "--format", "json").stdout)["sweeps"]
+    values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
+    slow, fast = values.pop("intra_bytes_per_s")
+    assert values == {"ranks": [1, 4], "batch_size": [128, 512]} and fast == 4 * slow
     wrong = run("what-if", plan, "--vary", "gpu=h20", status=2).stderr
     assert "unknown GPU 'h20' (did you mean 'h200'?)" in " ".join(wrong.replace("│", "").split())
 
