@@ -19,12 +19,14 @@ class _Kept(logging.Handler):
 
 @contextmanager
 def logged(module: str) -> Iterator[list[logging.LogRecord]]:
-    """Records of a module of the package."""
-    logger, kept = logging.getLogger(f"dreamshard_planner.{module}"), _Kept()
+    """Records of a module of the package, even after a benchmark of the same process has switched logging off."""
+    logger, kept, disabled = logging.getLogger(f"dreamshard_planner.{module}"), _Kept(), logging.root.manager.disable
     logger.addHandler(kept)
+    logging.disable(logging.NOTSET)
     try:
         yield kept.records
     finally:
+        logging.disable(disabled)
         logger.removeHandler(kept)
 
 
