@@ -38,6 +38,8 @@ LIMIT_SECONDS = 1800
 """Time after which the process is ended by an alarm."""
 PATIENCE_SECONDS = 20.0
 """Time to wait for the files of other ranks, which may be killed, or write into another home."""
+DAY_SECONDS = 86_400
+"""Age from which on unfinished files are removed."""
 RUNS = 8
 """Newest runs to learn from; older ones are removed."""
 TABLES = 64
@@ -104,6 +106,9 @@ def _newest(folder: Path, run_id: str) -> Observation:
     for name in newest[RUNS:]:
         for path in folder.glob(f"{name}.*"):
             path.unlink(missing_ok=True)
+    for part in folder.glob(".*.part"):  # of a process that was killed
+        if time.time() - part.stat().st_mtime > DAY_SECONDS:
+            part.unlink(missing_ok=True)
     runs = {run_id: Observation.load_all([folder / f"{run_id}.json"])}
     for name in newest[1:RUNS]:
         try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,12 +154,17 @@ def test_old_runs_are_removed_and_damaged_ones_left_out(home: Path) -> None:
     for name in "123456789":
         folder, _ = _observe(plan, name, 100.0)
     (folder / "5.0.json").write_text("{}")
+    old, new = (folder / f".{name}.part" for name in ("old", "new"))
+    for part in (old, new):
+        part.touch()
+    os.utime(old, (0, 0))
     for index in range(TABLES + 3):
         (home / "tables" / f"old{index}").mkdir(parents=True)
     learn_from(folder, "9")
     assert len(list((home / "tables").iterdir())) == TABLES
     assert len({path.name[0] for path in folder.glob("*.json")}) == RUNS
     assert (remembered().folder / "statistics.json").exists()
+    assert new.exists() and not old.exists()
 
 
 def test_statistics_with_which_tables_do_not_fit_are_left_out(tmp_path: Path) -> None:
