@@ -19,9 +19,9 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.planning.given_plans import check_room
+from dreamshard_planner.planning.remembered import LEAST_GAIN
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import CACHING, CW, DP, GRID, RW, TWCW, TWRW, broken, inexact
-from dreamshard_planner.torchrec_components.loop import LEAST_GAIN
 from tests.mixed_models import MixedCase, expected_shards, mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")

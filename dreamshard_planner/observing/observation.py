@@ -28,7 +28,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, Count, Several, document_of, entries_of, one_of, parsed
 from dreamshard_planner.support.files import brief, write_whole
-from dreamshard_planner.workload.counting import merge_features, of_like_batches
+from dreamshard_planner.workload.counting import by_feature, merge_features, of_like_batches
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import (
     MEMORIES,
@@ -198,8 +198,7 @@ class ObservedRun:
     def statistics(self) -> TableStatistics:
         """Statistics of all ranks' batches. If batch sizes differ by more than a quarter, each feature has those of the
         ranks whose sizes are alike, since reuse belongs to a batch size."""
-        features_R = [rank.statistics for rank in self.ranks]
-        parts = {name: [known[name] for known in features_R if name in known] for known in features_R for name in known}
+        parts = by_feature(rank.statistics for rank in self.ranks)
         return TableStatistics({name: merge_features(name, of_like_batches(some)) for name, some in parts.items()})
 
     @cached_property

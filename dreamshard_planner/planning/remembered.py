@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 SLOWER = 1.05
 """Ratio of observed steps from which on a plan is slower than another; below, steps differ by chance."""
 LEAST_GAIN = 0.03
-"""Share of a plan's predicted cost that another one must gain to take its place, if costs are no further off."""
+"""Share of the predicted cost that another plan must gain to take the place of an observed plan, if costs are no
+further off, or of TorchRec's, if lookups per sample are guessed."""
 
 
 @dataclass(frozen=True)

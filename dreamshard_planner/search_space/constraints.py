@@ -52,8 +52,6 @@ UNEVEN_OUTPUTS = (
     "table's constraint)"
 )
 """Reason against types that leave some rank without the table, if it puts out another type than float32."""
-CONSENT = "(name it in the table's constraint, or plan with exact_training=False)"
-"""End of the reasons of exact training."""
 DEFAULT = "*"
 """Key of the constraint of all tables without one of their own."""
 
@@ -147,7 +145,10 @@ class AllowedTypes:
             self._offers(table, kind, constraint) and not inexact(kind, facts) for kind in SHARDING_TYPES
         )
         if self.exact_training and named is None and not nothing_else:
-            left_out |= {kind: f"{why} {CONSENT}" for kind, why in differ.items()}
+            left_out |= {
+                kind: f"{why} (name it in the table's constraint, or plan with exact_training=False)"
+                for kind, why in differ.items()
+            }
         for kind, spec in SHARDING_TYPES.items():
             if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
                 left_out[kind] = f"it runs as {spec.runs_as}"

@@ -24,7 +24,7 @@ from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows, dedup_notes
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.plan_notes import knows_lookups
-from dreamshard_planner.planning.remembered import Remembered, Replacement
+from dreamshard_planner.planning.remembered import LEAST_GAIN, Remembered, Replacement
 from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.planning.search_plan import SearchSettings
 from dreamshard_planner.plans.plan_file import SavedPlan
@@ -39,8 +39,6 @@ from dreamshard_planner.torchrec_components.components import (
 
 PATIENCE = 20
 """Proposals without a gain, one after the other, at which TorchRec's greedy proposers end."""
-LEAST_GAIN = 0.03
-"""Share of TorchRec's predicted cost that a searched plan must gain if lookups per sample are guessed."""
 
 
 def kept_baseline(

@@ -6,7 +6,8 @@ Shapes: N lookups, K = 17 reuse bins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -224,11 +225,23 @@ def in_smaller_batches(features: Mapping[str, FeatureStatistics]) -> list[str]:
     return [name for name, size in sizes.items() if largest > SAME_BATCH * size]
 
 
+def by_feature(statistics: Iterable[Mapping[str, FeatureStatistics]]) -> dict[str, list[FeatureStatistics]]:
+    """Return the statistics of each feature from several sources."""
+    parts: dict[str, list[FeatureStatistics]] = {}
+    for one in statistics:
+        for name, feature in one.items():
+            parts.setdefault(name, []).append(feature)
+    return parts
+
+
 def of_like_batches(parts: Sequence[FeatureStatistics]) -> list[FeatureStatistics]:
     """Return the largest group of one feature's statistics that :func:`merge_features` merges; of equal groups, the one
     with the largest batches."""
-    sizes = sorted((part.samples for part in parts), reverse=True)
-    least = max(sizes, key=lambda size: sum(size <= other <= SAME_BATCH * size for other in sizes))
+    sizes = Counter(part.samples for part in parts)
+    least = max(
+        sorted(sizes, reverse=True),
+        key=lambda size: sum(count for other, count in sizes.items() if size <= other <= SAME_BATCH * size),
+    )
     return [part for part in parts if least <= part.samples <= SAME_BATCH * least]
 
 

@@ -18,7 +18,7 @@ from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import read_json, write_whole
 from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.workload.counting import BatchCounts, merge_features
+from dreamshard_planner.workload.counting import BatchCounts, by_feature, merge_features
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 if TYPE_CHECKING:
@@ -180,11 +180,7 @@ class TableStatistics(dict[str, FeatureStatistics]):
         Raises:
             StatisticsError: batch sizes differ by more than a quarter, since reuse belongs to a batch size.
         """
-        parts: dict[str, list[FeatureStatistics]] = {}
-        for one in statistics:
-            for name, feature in one.items():
-                parts.setdefault(name, []).append(feature)
-        return cls({name: merge_features(name, features) for name, features in parts.items()})
+        return cls({name: merge_features(name, features) for name, features in by_feature(statistics).items()})
 
     def all_gather(self, group: dist.ProcessGroup | None = None) -> TableStatistics:
         """Merge the statistics of all ranks, on each of them; a collective call.
