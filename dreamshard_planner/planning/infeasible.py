@@ -35,13 +35,12 @@ def reason_first(error: PlannerError, proposers: Iterable[object], timeout_secon
     return f"{reason}\nTorchRec: {advice}" if reason else str(error)
 
 
-def infeasible(problem: Problem, left_out: LeftOut, proven: bool = False) -> PlannerError:
+def infeasible(problem: Problem, left_out: LeftOut) -> PlannerError:
     """Return TorchRec's error for units that find no ranks.
 
     Args:
         problem: of the units: with one option of each table, or without options.
         left_out: reasons why a table may not be split.
-        proven: whether a proof shows that no placement fits; else none was found.
     """
     units = _units(problem)
     homeless, short, crowded = _homeless(units, problem), shortage(problem), _crowded_rules(units, problem)
@@ -51,7 +50,7 @@ def infeasible(problem: Problem, left_out: LeftOut, proven: bool = False) -> Pla
     why = _unsplit([unit.table for unit in unsplit if unit.span == 1][:NAMED], left_out)
     under_rules = " where placement_rules leave them" if problem.num_rules else ""
     return lacks_room(
-        f"Tables do not fit{under_rules}: {short or _packing_reason(units, problem, proven)}{why}. More or larger "
+        f"Tables do not fit{under_rules}: {short or _packing_reason(units, problem)}{why}. More or larger "
         "devices, a smaller storage reservation, or smaller tables would help."
     )
 
@@ -161,7 +160,7 @@ def _crowded_rules(units: list[_Unit], problem: Problem) -> str:
     return ""
 
 
-def _packing_reason(units: list[_Unit], problem: Problem, proven: bool) -> str:
+def _packing_reason(units: list[_Unit], problem: Problem) -> str:
     """Return the reason if all memories suffice, but not for shards of these sizes."""
     largest, used_M = _largest(_widest(units)), torch.stack([unit.all_M for unit in units]).sum(0).tolist()
     kinds = [
@@ -171,7 +170,7 @@ def _packing_reason(units: list[_Unit], problem: Problem, proven: bool) -> str:
     ]
     kept = " that keeps placement_rules" if problem.num_rules else ""
     return (
-        f"No placement of their shards{kept} {'fits (proven)' if proven else 'was found'}, although "
+        f"No placement of their shards{kept} was found, although "
         f"{' and '.join(kinds)}; the largest table, {largest.table!r}, needs "
         f"{memory_in_words(int(largest.rank_M[: len(MEMORY_KINDS)].sum()))} on one rank"
     )

@@ -65,7 +65,6 @@ def place_proposal(
     proposal: list[ShardingOption],
     topology: Topology,
     settings: SearchSettings,
-    packs: bool = True,
     quickly: bool = False,
 ) -> RatedPlan:
     """Find ranks for the shards of a proposal: its own, if they fit, else those of a search.
@@ -77,7 +76,6 @@ def place_proposal(
         proposal: one option for every table.
         topology: with the memory that the storage reservation left.
         settings: bounds and seed of the searches.
-        packs: whether to pack exactly if nothing else finds room.
         quickly: whether a short descent from heuristics is enough, to compare many proposals.
 
     Raises:
@@ -102,9 +100,9 @@ def place_proposal(
     else:
         result = settings.search(cost, starts, _roll_outs(context, settings, plans))
     if result is None:
-        packed_S, proven = pack(chosen.cost.problem, settings.config.effort if packs else 0.0, settings.deadline.left())
+        packed_S = pack(chosen.cost.problem)
         if packed_S is None:
-            raise infeasible(chosen.cost.problem, context.splitting_left_out, proven)
+            raise infeasible(chosen.cost.problem, context.splitting_left_out)
         result = settings.search(cost, [chosen.placed(packed_S)])
         assert result is not None  # there is a start
     return RatedPlan(read, cost, result.sharding, _rated(cost, plans), result)
@@ -328,7 +326,7 @@ def _whole_tables(
     whole, left = copy.deepcopy(_fastest_whole(options)), settings.deadline.left()
     third = replace(settings, deadline=Deadline(None if left is None else left / 3))
     try:
-        placed = place_proposal(context, whole, topology, third, packs=False)
+        placed = place_proposal(context, whole, topology, third)
     except PlannerError:
         return None
     placed.read.assign(placed.sharding)

@@ -53,7 +53,7 @@ def test_rules_are_kept(sharding_types: tuple[str, ...] | None) -> None:
 
 
 def test_memory_and_rules_are_kept_together() -> None:
-    """Packing by the exact solver, which greedy placement does not find."""
+    """Packing finds what greedy placement does not."""
     sizes = [table(f"t{i}", 1000, 16) for i in range(6)]
     made = nn.Module()
     made.sparse = collection(*sizes)
