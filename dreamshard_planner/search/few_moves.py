@@ -5,7 +5,7 @@ Two walks. One starts from what lies now, and takes the move or swap of units th
 moves; the other one starts from a plan that was made afresh, and undoes what loses least for each byte that then stays.
 Returned is the Pareto front of all plans on the way, by bytes and cost.
 
-Shapes: Q trials, Y changes of theirs, X parts that these put somewhere, D ranks, U units of an option, N positions.
+Shapes: Q trials, D ranks, U units of an option, N positions.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Walk:
         self._cost, self._problem, self._received = cost, cost.problem, received
         self._fresh, self._kept = fresh, {change[0]: change for change in kept}
         self._unit = max(1e-9, cost.overall_ms(fresh))
-        self._known: dict[Change, tuple[np.ndarray, np.ndarray, int]] = {}
+        self._known: dict[Change, int] = {}
         self._seen: dict[Sharding, Waypoint] = {}
         self._single_P = cost.single_ms_P.numpy()
         self.restart(fresh)
@@ -102,8 +102,7 @@ class _Walk:
     def restart(self, sharding: Sharding) -> None:
         """Go on from there."""
         self._state = ShardingState(self._cost, sharding, self._unit)
-        chosen = zip(range(self._problem.num_tables), sharding.options, sharding.positions, strict=True)
-        self._bytes = sum(map(self._bytes_of, chosen))
+        self._bytes = sum(self._bytes_of(self._state.now(table)) for table in range(self._problem.num_tables))
         self._note()
 
     def front(self) -> list[Waypoint]:
@@ -117,7 +116,7 @@ class _Walk:
     def back(self) -> None:
         """Undo all that memory allows, the cheapest for its bytes first."""
         while True:
-            trials = [[change] for table, change in self._kept.items() if change != self._now(table)]
+            trials = [[change] for table, change in self._kept.items() if change != self._state.now(table)]
             if not trials:
                 return
             overall_Q, _, bytes_Q = self._rated(trials)
@@ -159,15 +158,17 @@ class _Walk:
         if self.sharding not in self._seen:
             self._seen[self.sharding] = Waypoint(self._bytes, float(self._state.overall_ms()), self.sharding)
 
-    def _now(self, table: int) -> Change:
-        return table, self.sharding.options[table], self.sharding.positions[table]
-
     def _bytes_of(self, change: Change) -> int:
-        return self._laid(change)[2]
+        """Return the bytes that one table has to move."""
+        if change not in self._known:
+            table, option, positions = change
+            received_UN = self._received(table, option)
+            self._known[change] = int(received_UN[range(len(positions)), list(positions)].sum())
+        return self._known[change]
 
     def _more_bytes(self, trial: Sequence[Change]) -> int:
         """Return the bytes that move after a trial beyond those that move now."""
-        return sum(self._bytes_of(change) - self._bytes_of(self._now(change[0])) for change in trial)
+        return sum(self._bytes_of(change) - self._bytes_of(self._state.now(change[0])) for change in trial)
 
     def _smooth_ms(self) -> float:
         return float(
@@ -224,15 +225,7 @@ class _Walk:
     def _rated(self, trials: Sequence[Sequence[Change]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the cost after each trial, with the slowest rank and with :meth:`_smooth`, infinite if memory does not
         allow it; and the bytes that move beyond those that move now."""
-        changed = []
-        for query, trial in enumerate(trials):
-            for change in trial:
-                changed += [(query, -1, self._now(change[0])), (query, 1, change)]
-        laid = [self._laid(at) for _, _, at in changed]
-        sizes = torch.tensor([len(rank_Y) for rank_Y, _, _ in laid])
-        query_X, sign_X = (torch.tensor([entry[i] for entry in changed]).repeat_interleave(sizes) for i in (0, 1))
-        rank_X, part_X = (torch.from_numpy(np.concatenate([entry[i] for entry in laid])) for i in (0, 1))
-        device_QD, collective_ms, fits_Q = self._state.after(len(trials), query_X, sign_X, rank_X, part_X)
+        device_QD, collective_ms, fits_Q = self._state.after(trials)
         slowest = device_QD.amax(-1), self._smooth(device_QD)
         exact_Q, smooth_Q = (overall_ms(ms_Q, collective_ms).masked_fill(~fits_Q, torch.inf) for ms_Q in slowest)
         return exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials])
@@ -241,12 +234,3 @@ class _Walk:
         """Return a mean over ranks, [...], that leans to the slowest."""
         most_X1, power = device_ms_XD.amax(-1, keepdim=True).clamp_min(1e-30), SHARPNESS
         return ((device_ms_XD / most_X1) ** power).mean(-1) ** (1 / power) * most_X1[..., 0]
-
-    def _laid(self, change: Change) -> tuple[np.ndarray, np.ndarray, int]:
-        """Ranks and parts of one table, and bytes that it would have to move."""
-        if change not in self._known:
-            table, option, positions = change
-            rank_X = np.array(self._problem.tables[table][option].ranks(positions))
-            moved = int(self._received(table, option)[range(len(positions)), list(positions)].sum())
-            self._known[change] = rank_X, self._problem.parts_of(table, option), moved
-        return self._known[change]

@@ -8,7 +8,7 @@ span.
 
 Shapes: T tables, Q queries (a table and an option that it may change to), D ranks, N positions, L span, G fused groups,
 C collectives, H latent channels, M limits, K tables that may change, X parts laid down, or some queries,
-W wide units, V those on the slowest rank, Y parts of both units of all pairs.
+Z fused groups of ranks that trials change, W wide units, V those on the slowest rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import both_passes, overall_ms
-from dreamshard_planner.cost.problem import Cost, Option, Sharding, Unit, summed
+from dreamshard_planner.cost.problem import Cost, Option, Sharding, summed
 from dreamshard_planner.search.placing import best_position
 from dreamshard_planner.search.states import DIGITS, Change, State, Tried, in_steps
 
@@ -97,6 +97,45 @@ class ShardingState(State):
         touched_X = torch.cat(ranks).unique()
         # What a group sums to where nothing is left must be nothing, not the rounding of what was there.
         self.group_ms_DG[touched_X] = both_passes(self.cost.compute.group_cost_ms(self.latent_DGH[touched_X]))
+
+    def now(self, table: int) -> Change:
+        """Return how a table is sharded, as a change that changes nothing."""
+        return table, self.sharding.options[table], self.sharding.positions[table]
+
+    def after(self, trials: Sequence[Sequence[Change]]) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """Rate trials, each of which changes some tables.
+
+        Returns:
+            Compute of each rank, float64 [Q, D]; forward and backward milliseconds of the collectives, both [Q]; and
+            whether memory allows it, bool [Q]. What grows by nothing always fits.
+        """
+        problem, count = self.problem, len(trials)
+        ranks, groups = problem.num_ranks, problem.num_groups
+        rank, part, query, sign = [], [], [], []
+        for number, trial in enumerate(trials):
+            for change in trial:
+                for times, (table, option, positions) in ((-1, self.now(change[0])), (1, change)):
+                    laid = problem.tables[table][option].ranks(positions)
+                    rank += laid
+                    part.append(problem.parts_of(table, option))
+                    query += [number] * len(laid)
+                    sign += [times] * len(laid)
+        part_X, sign_X1 = torch.from_numpy(np.concatenate(part)), torch.tensor(sign)[:, None]
+        row_X = torch.tensor(query) * ranks + torch.tensor(rank)
+        slot_Z, at_X = (row_X * groups + problem.group_P[part_X]).unique(return_inverse=True)
+        now_Z = slot_Z % (ranks * groups)
+        latent_ZH = self.latent_DGH.flatten(0, 1)[now_Z]
+        latent_ZH.index_add_(0, at_X, sign_X1 * self.cost.latent_PH[part_X])
+        after_ms_Z = both_passes(self.cost.compute.group_cost_ms(latent_ZH))
+        change_Z = (after_ms_Z - self.group_ms_DG.flatten()[now_Z]).double()
+        device_QD = self.device_ms_D.double().expand(count, -1).clone()
+        device_QD.view(-1).index_add_(0, slot_Z // groups, change_Z)
+
+        bytes_QDC = self.bytes_CD.T.repeat(count, 1, 1)
+        bytes_QDC.flatten(0, 1).index_add_(0, row_X, sign_X1 * problem.bytes_PC[part_X])
+        more_QDM = summed(sign_X1 * problem.needs_PM[part_X], row_X, count * ranks).view(count, ranks, -1)
+        fits_Q = ((more_QDM <= self.free_DM) | (more_QDM <= 0)).flatten(1).all(-1)
+        return device_QD, problem.collectives.ms(bytes_QDC.transpose(1, 2)), fits_Q
 
     def force(self, table: int, option: int) -> None:
         """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
@@ -325,12 +364,7 @@ class WideUnit(NamedTuple):
     nth: int
     """Which unit of the table's option it is."""
     position: int
-    unit: Unit
-
-    @property
-    def ranks(self) -> range:
-        """Ranks that it occupies."""
-        return self.unit.ranks(self.position)
+    span: int
 
 
 def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int] | None:
@@ -344,14 +378,15 @@ def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int
     pairs = _most_promising(state, rank)
     if not pairs:
         return None
-    overall_Q, square_Q = _rated(state, pairs)
-    changes = [[_moved(state, here, there), _moved(state, there, here)] for here, there in pairs]
-    return Tried(changes, in_steps(overall_Q, unit), square_Q), sum(2 * here.unit.span for here, _ in pairs)
-
-
-def _moved(state: ShardingState, one: WideUnit, other: WideUnit) -> Change:
-    """One unit where another is."""
-    return state.sharding.move(one.table, one.nth, other.position)
+    move = state.sharding.move
+    changes = [
+        [move(here.table, here.nth, there.position), move(there.table, there.nth, here.position)]
+        for here, there in pairs
+    ]
+    device_QD, collective_ms, fits_Q = state.after(changes)
+    overall_Q = overall_ms(device_QD.amax(-1), collective_ms).masked_fill(~fits_Q, torch.inf)
+    tried = Tried(changes, in_steps(overall_Q, unit), device_QD.square().sum(-1))
+    return tried, sum(2 * here.span for here, _ in pairs)
 
 
 def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, WideUnit]]:
@@ -381,23 +416,7 @@ def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, Wid
 
     def unit(index: int) -> WideUnit:
         table, nth = int(table_W[index]), int(index - np.searchsorted(table_W, table_W[index]))
-        option = problem.tables[table][sharding.options[table]]
-        return WideUnit(table, nth, int(position_W[index]), option.units[nth])
+        return WideUnit(table, nth, int(position_W[index]), int(span_W[index]))
 
     pairs = [divmod(int(pair), len(table_W)) for pair in best_Q[np.isfinite(peak_Q[best_Q])]]
     return [(unit(here_V[here]), unit(there)) for here, there in pairs]
-
-
-def _rated(state: ShardingState, pairs: list[tuple[WideUnit, WideUnit]]) -> tuple[Tensor, Tensor]:
-    """Overall milliseconds and the sum of squares of the ranks' after each pair has changed places, both [Q]."""
-    span_Q = torch.tensor([here.unit.span for here, _ in pairs])
-    query_Y = torch.arange(len(pairs)).repeat_interleave(2 * span_Q)
-    rank_Y = torch.tensor([rank for pair in pairs for one in pair for rank in one.ranks])
-    leaving = [part for here, there in pairs for one in (here, there) for part in one.unit.parts]
-    arriving = [part for here, there in pairs for one in (there, here) for part in one.unit.parts]
-    sign_X = torch.tensor([-1, 1]).repeat_interleave(len(query_Y))
-    device_QD, collective_ms, fits_Q = state.after(
-        len(pairs), query_Y.repeat(2), sign_X, rank_Y.repeat(2), torch.tensor(leaving + arriving)
-    )
-    overall_Q = overall_ms(device_QD.amax(-1), collective_ms).masked_fill(~fits_Q, torch.inf)
-    return overall_Q, device_QD.square().sum(-1)

@@ -1,9 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plans of one problem with the sums per rank that make a change of one cheap, and how their costs are compared.
 
-Shapes: B placements side by side (free leading dimensions of the sums), X ranks of some of them, or parts that trials
-put somewhere, Q trials, Z fused groups of ranks that they change, P parts, D ranks, G fused groups, C collectives,
-H latent channels, M limits.
+Shapes: B placements side by side (free leading dimensions of the sums), X ranks of some of them, Q trials, P parts,
+D ranks, G fused groups, C collectives, H latent channels, M limits.
 """
 
 from __future__ import annotations
@@ -81,38 +80,6 @@ class State:
     def overall_ms(self) -> Tensor:
         """Cost of each plan, [B]."""
         return overall_ms(self.device_ms_D.amax(-1), self.problem.collectives.ms(self.bytes_CD))
-
-    def after(
-        self, count: int, query_X: Tensor, sign_X: Tensor, rank_X: Tensor, part_X: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        """The plan, which is one alone, after each of ``count`` trials, that put parts on ranks and take others away.
-
-        Args:
-            count: of trials.
-            query_X: the trial that such a part belongs to.
-            sign_X: 1 for a part that is put there, -1 for one that is taken away.
-            rank_X, part_X: where, and which.
-
-        Returns:
-            Compute of each rank, float64 [Q, D]; forward and backward milliseconds of the collectives, both [Q]; and
-            whether memory allows it, bool [Q]. What grows by nothing always fits.
-        """
-        cost, problem, ranks, groups = self.cost, self.problem, self.problem.num_ranks, self.problem.num_groups
-        row_X = query_X * ranks + rank_X
-        slot_Z, at_X = (row_X * groups + problem.group_P[part_X]).unique(return_inverse=True)
-        now_Z = slot_Z % (ranks * groups)
-        latent_ZH = self.latent_DGH.flatten(0, 1)[now_Z]
-        latent_ZH.index_add_(0, at_X, sign_X[:, None] * cost.latent_PH[part_X])
-        change_Z = (both_passes(cost.compute.group_cost_ms(latent_ZH)) - self.group_ms_DG.flatten()[now_Z]).double()
-        device_QD = self.device_ms_D.double().expand(count, -1).clone()
-        device_QD.view(-1).index_add_(0, slot_Z // groups, change_Z)
-
-        bytes_QDC = self.bytes_CD.T.repeat(count, 1, 1)
-        bytes_QDC.flatten(0, 1).index_add_(0, row_X, sign_X[:, None] * problem.bytes_PC[part_X])
-        more_QDM = torch.zeros(count * ranks, problem.needs_PM.shape[1], dtype=torch.int64)
-        more_QDM = more_QDM.index_add_(0, row_X, sign_X[:, None] * problem.needs_PM[part_X]).view(count, ranks, -1)
-        fits_Q = ((more_QDM <= self.free_DM) | (more_QDM <= 0)).flatten(1).all(-1)
-        return device_QD, problem.collectives.ms(bytes_QDC.transpose(1, 2)), fits_Q
 
 
 class PlacementState(State):
