@@ -2,6 +2,7 @@
 """Predicted costs of the policy's roll-outs as plans, and of searches from them, over the full search.
 
     python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20 --costs roofline,h100,cpu
+    python benchmarks/policy_roll_outs.py --summarize policy.jsonl
 
     level       the best level start
     greedy      one greedy roll-out of the policy that ships
@@ -15,24 +16,25 @@
 
 Costs are bandwidths (TorchRec's default topology, whose hosts have slow links), or a network that ships: of the H100,
 on hosts of eight, or of CPUs. Tables are drawn by seeds that no training has seen. Seconds are of processor time on
-one thread.
+one thread. A record has one JSON line a task; the same command continues it.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 
-from common.output import mean_interval, provenance, quiet, table_of, wide_console
+from common.output import append, mean_interval, opened, quiet, table_of, wide_console
 from common.tasks import meta_collection
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.problem import Cost, Sharding
@@ -113,25 +115,39 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=20)
     parser.add_argument("--costs", default="roofline", help=f"of {', '.join(COSTS)}, separated by commas")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of the plans above, with search")
+    parser.add_argument("--record", type=Path, default=Path("policy.jsonl"), help="continue this file")
+    parser.add_argument("--summarize", type=Path, nargs="+", help="print the table of these records, and end")
     args = parser.parse_args()
     quiet()
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
-    policy, kinds = prior_policy(), args.kinds.split(",")
-    print(json.dumps(provenance(torch.device("cpu"))))
-    table = table_of("over the full search", "costs", "tables x ranks", "tasks", "plans", "cost", "seconds")
-    for costs, size in itertools.product(args.costs.split(","), args.sizes.split(",")):
-        tables, ranks = map(int, size.split("x"))
-        rows = []
-        for task in range(args.tasks):
-            rows.append(row_of(cost_of(tables, ranks, FIRST_SEED + task, costs), policy, kinds))
-            print(json.dumps({"costs": costs, "size": size, **rows[-1]}), flush=True)
-        for kind in kinds:
-            logs = np.log([row[kind]["ms"] / row["search"]["ms"] for row in rows])
-            mean, low, high = np.exp([logs.mean(), *mean_interval(logs, np.random.default_rng(0))])
-            seconds = np.median([row[kind]["seconds"] for row in rows])
+    if not args.summarize:
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(1)
+        policy, kinds = prior_policy(), args.kinds.split(",")
+        done = {(row["costs"], row["size"], row["task"]) for row in opened(args.record) if "task" in row}
+        for task, costs, size in itertools.product(range(args.tasks), args.costs.split(","), args.sizes.split(",")):
+            if (costs, size, task) not in done:
+                tables, ranks = map(int, size.split("x"))
+                row = row_of(cost_of(tables, ranks, FIRST_SEED + task, costs), policy, kinds)
+                append(args.record, {"costs": costs, "size": size, "task": task, **row})
+    tell([row for path in args.summarize or [args.record] for row in opened(path) if "size" in row])
+
+
+def tell(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the mean cost over the full search, the tasks without a plan, and the seconds, by costs, size and kind."""
+    table = table_of("over the full search", "costs", "tables x ranks", "plans", "tasks", "none", "cost", "seconds")
+    for costs, size in dict.fromkeys((row["costs"], row["size"]) for row in rows):
+        mine = [row for row in rows if (row["costs"], row["size"]) == (costs, size)]
+        for kind in KINDS:
+            made = [row for row in mine if kind in row]
+            if not made:
+                continue
+            logs = np.log([row[kind]["ms"] / row["search"]["ms"] for row in made])
+            found = logs[np.isfinite(logs)]
+            mean, low, high = np.exp([found.mean(), *mean_interval(found, np.random.default_rng(0))])
+            seconds = np.median([row[kind]["seconds"] for row in made])
             cost = f"{mean:.4f} ({low:.4f} to {high:.4f})"
-            table.add_row(costs, size, str(len(rows)), kind, cost, f"{seconds:.2f} s")
+            counts = str(len(made)), str(len(made) - len(found))
+            table.add_row(costs, size, kind, *counts, cost, f"{seconds:.2f} s")
     wide_console().print(table)
 
 
