@@ -38,12 +38,11 @@ from torchrec.distributed.types import ShardingPlan
 from common.output import append, opened, quiet, table_of, wide_console
 from dlrm.job import RulePartitioner
 from dlrm.options import Node, cpu_rank
-from dlrm.random_models import SHARDERS, RandomJob, RandomModel, Tables, mean_ratio
+from dlrm.random_models import SHARDERS, RandomJob, RandomModel, Tables, mean_ratio, ratio
 from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, TableStatistics, compare_steps
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.observing.learning import learn
-from dreamshard_planner.observing.step_comparison import ratio_interval
 
 BASE, INFORMED, OURS, LEARNED = "torchrec_default", "torchrec", "dreamshard", "dreamshard_learned"
 RULES = ("lookup_greedy", "size_greedy")
@@ -103,26 +102,14 @@ def run_model(seed: int, args: argparse.Namespace, node: Node) -> dict[str, Any]
     plans = {name: contest.plan(planner) for name, planner in contest.planners().items()}
     learned = contest.learned(plans, args.observed_steps)
     plans[LEARNED] = contest.plan(contest.planner(learned))
-    first = {repr(plan): name for name, plan in reversed(plans.items())}
-    same_as = {name: first[repr(plan)] for name, plan in plans.items()}
-    different = {name: plans[name] for name in dict.fromkeys(same_as.values())}
-    counts = {"rounds": args.rounds, "block_seconds": args.block_seconds, "observed_steps": 0}
-    compared = compare_steps(contest.build, different, contest.batches, **counts, seed=seed)
     return {
-        **contest.row(compared),
-        "same_as": same_as,
+        **contest.measured(plans, rounds=args.rounds, block_seconds=args.block_seconds),
         "predicted_ms": {
             "shipped": contest.predicted_ms(resolve("auto", "cpu"), plans),
             "learned": contest.predicted_ms(learned, plans),
         },
         "seconds": round(time.monotonic() - start),
     }
-
-
-def ratio(row: Mapping[str, Any], name: str, other: str) -> tuple[float, float, float]:
-    """Return the ratio of the steps of two plans between the bounds of its interval."""
-    own_CN, other_CN = (np.array(row["step_ms"][row["same_as"][which]]) for which in (name, other))
-    return ratio_interval(own_CN, other_CN)
 
 
 def verdict(row: Mapping[str, Any], costs: str) -> dict[str, Any]:

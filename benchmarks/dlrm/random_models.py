@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from common.output import interval
 from dlrm.options import Node
 from dlrm.steps import training_step
-from dreamshard_planner import DistributedModelParallel, StepComparison
+from dreamshard_planner import DistributedModelParallel, compare_steps
+from dreamshard_planner.observing.step_comparison import ratio_interval
 
 BATCHES = 6
 SHARDERS = [EmbeddingBagCollectionSharder()]
@@ -132,8 +133,17 @@ class RandomJob:
         )
         return model, training_step(model, self.node.device, pipelined=False)
 
-    def row(self, compared: StepComparison) -> dict[str, Any]:
-        """Return a line of a record."""
+    def measured(self, plans: Mapping[str, ShardingPlan], **counts: Any) -> dict[str, Any]:
+        """Return a line of a record: milliseconds of a step under each plan; of equal plans, under the first.
+
+        Args:
+            plans: by name.
+            counts: further arguments of ``compare_steps``.
+        """
+        first = {repr(plan): name for name, plan in reversed(plans.items())}
+        same_as = {name: first[repr(plan)] for name, plan in plans.items()}
+        different = {name: plans[name] for name in dict.fromkeys(same_as.values())}
+        compared = compare_steps(self.build, different, self.batches, **counts, observed_steps=0, seed=self.tables.seed)
         return {
             "model": self.tables.seed,
             "tables": len(self.tables.tables),
@@ -141,10 +151,18 @@ class RandomJob:
             "optimizer": self.tables.optimizer.__name__,
             "ranks": self.node.world_size,
             "step_ms": {name: np.round(ms, 3).tolist() for name, ms in compared.step_ms.items()},
+            "same_as": same_as,
         }
 
 
-def mean_ratio(ratios: list[float]) -> list[str]:
+def ratio(row: Mapping[str, Any], name: str, other: str) -> tuple[float, float, float]:
+    """Return the ratio of the steps of two plans between the bounds of its interval."""
+    same_as = row.get("same_as", {})  # records of 2026-11-28 measured equal plans twice
+    own_CN, other_CN = (np.atleast_2d(row["step_ms"][same_as.get(which, which)]) for which in (name, other))
+    return ratio_interval(own_CN, other_CN)
+
+
+def mean_ratio(ratios: Sequence[float]) -> list[str]:
     """Return the geometric mean over models, its 95 % interval, and the number of models above 1.02, as cells."""
     logs_M = np.log(ratios)
     low, mean, high = np.exp(interval(lambda some: logs_M[some].mean(1), len(logs_M)))
