@@ -78,7 +78,7 @@ class PaperField(Field):
         self.predicted_ms: dict[str, float] = {}
         """Return each trained model's prediction of the compute of its own placement of the last task."""
         self.placers = {name: known[name] for name in BASELINES}
-        self.placers["default_shipped"] = known["dreamshard"]
+        self.placers |= {"policy_shipped": known["policy"], "default_shipped": known["dreamshard"]}
         trained = rows(models, setting, seeds)
         self.placers |= {name: partial(self._trained, name, model) for name, model in trained.items()}
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from common.linear_cost import LinearCost
+from common.whole_tables import rolled_out
+from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig, FitConfig, fit_cost_network
@@ -31,8 +33,8 @@ from paper.networks import (
     RecurrentPolicy,
     RecurrentPolicyConfig,
 )
-from paper.placement_policy import AnyPolicy, Policy, PolicyConfig, greedy_plan
-from paper.placement_reinforce import ReinforceConfig, train_policy
+from paper.placement_policy import AnyPolicy, greedy_plan
+from paper.placement_reinforce import train_policy
 from paper.training import Half, Published, Setting, Trained, cost_of, kept, train_on_measured_rewards, train_published
 from placements.contests import BYTES_PER_MS, Contest
 from placements.placers import rule_starts, searched
@@ -40,17 +42,18 @@ from placements.placers import rule_starts, searched
 
 @dataclass(frozen=True)
 class Model:
-    """A cost network and a policy; one greedy roll-out, or with a search ours on top."""
+    """A cost network and a policy; one greedy roll-out, or with our search on top."""
 
     compute: ComputeCost
-    policy: AnyPolicy
+    policy: AnyPolicy | None
+    """None for the policy that ships, which no setting trained."""
     search: SearchConfig | None = None
 
     @torch.no_grad()
     def __call__(self, task: Contest) -> Tensor | None:
         """Device of each table, [S]; None at a dead end."""
         cost = cost_of(task, self.compute)
-        drafted = greedy_plan(self.policy, cost)
+        drafted = rolled_out(prior_policy(), cost) if self.policy is None else greedy_plan(self.policy, cost)
         if self.search is None:
             return drafted
         return searched(cost, [*([] if drafted is None else [drafted]), *rule_starts(cost)], self.search)
@@ -213,9 +216,9 @@ class Models:
             return Model(network, self._policy("paper", network, setting, seed, f"published-of-{count}"))
         network = self.ours(setting, seed, int(count or 0)) if name.startswith("default") else None
         if name in ("default", "default_policy", "default_cost"):
-            made = "paper" if name == "default_cost" else "ours"
-            policy = self._policy(made, network, setting, seed, f"{made}-on-default-{count or 'all'}")
-            return Model(network, policy, DEFAULT_SEARCH if name == "default" else None)
+            if name == "default_cost":
+                return Model(network, self._policy("paper", network, setting, seed, "paper-on-default"))
+            return Model(network, None, DEFAULT_SEARCH if name == "default" else None)
         trained = self.published(setting, seed, scale.iterations)
         if name == "published_search":
             return Model(trained.network, trained.policy, DEFAULT_SEARCH)
@@ -287,12 +290,8 @@ class Models:
     def _policy(self, made: str, compute: ComputeCost, setting: Setting, seed: int, name: str) -> AnyPolicy:
         """A policy trained on the estimated MDP of ``compute``, for as many episodes as published, or for longer."""
         updates = self.scale.iterations * self.scale.policy_updates * (LONGER if made == "longer" else 1)
-        ours = ReinforceConfig(
-            updates=updates, tasks_per_update=1, episodes_per_task=10, looks=4, look_tasks=12, seed=seed
-        )
         published = replace(Published().reinforce, updates=updates, seed=seed)
         policy, config = {
-            "ours": lambda: (Policy(PolicyConfig(), seed), ours),
             "paper": lambda: (PaperPolicy(PaperPolicyConfig(), seed), published),
             "longer": lambda: (PaperPolicy(PaperPolicyConfig(), seed), published),
             "without_costs": lambda: (WithoutCosts(PaperPolicyConfig(), seed), published),

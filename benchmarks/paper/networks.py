@@ -261,7 +261,7 @@ class PaperPolicy(PublishedTables, AnyPolicy):
         self.eval()
 
     def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
-        """Scores of devices, [..., D], minus infinity where illegal; arguments as in ``Policy.logits``."""
+        """Scores of devices, [..., D], minus infinity where illegal; arguments as in ``AnyPolicy.logits``."""
         observed = [OBSERVATION_INDEX[name] for name in ("forward", "communication", "backward")]
         costs_XDR = self.costs(channels_XDO[..., observed])
         logit_XD = self.score(torch.cat([load_XDR, costs_XDR], dim=-1))[..., 0]
@@ -312,7 +312,7 @@ class RecurrentPolicy(PublishedTables, AnyPolicy):
         return torch.cat([table_TSR, self.core(table_TSR)[0]], dim=-1)
 
     def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
-        """Scores of devices, [..., D], minus infinity where illegal; arguments as in ``Policy.logits``."""
+        """Scores of devices, [..., D], minus infinity where illegal; arguments as in ``AnyPolicy.logits``."""
         representation = self.config.representation
         costs_XDR = torch.relu(self.costs(channels_XDO[..., OBSERVED]))
         device_XDC = torch.cat([load_XDR[..., :representation], costs_XDR], dim=-1)
@@ -322,6 +322,6 @@ class RecurrentPolicy(PublishedTables, AnyPolicy):
 
 
 PAPER_REINFORCE = ReinforceConfig(
-    updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001, looks=0
+    updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001
 )
 """Ten iterations of ten updates of ten episodes of one task, as published."""

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The policy network: which device takes the next shard.
+"""Roll-outs of published policy networks, which choose the device that takes the next table.
 
 One function scores, for sampling and for the gradient alike, under the same mask.
 
@@ -10,33 +10,17 @@ A actions, O observation channels, R representation channels, F features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.problem import Cost
-from dreamshard_planner.workload.features import DESCRIPTORS, columns, scaling
-from paper.placement_mdp import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
+from paper.placement_mdp import EstimatedMDP, TaskBatch
 
 LOGIT_STEP = 1e-3
 """Greedy decoding compares logits after rounding to this step, so that ties always go to the lowest rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
-    """Size of the policy network."""
-
-    hidden: int = 32
-    """Width of all hidden layers."""
-    representation: int = 16
-    """Channels of a shard's representation."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 class AnyPolicy(nn.Module, ABC):
@@ -62,64 +46,6 @@ class AnyPolicy(nn.Module, ABC):
             load_XDR: sum of the representations of the shards on each device, times D over S.
             shard_XR: representation of the shard to place.
         """
-
-
-class Policy(AnyPolicy):
-    """Scores devices from the sum of their shards' representations and their predicted costs.
-
-    The score sees each device beside the mean over the legal devices, so the number of devices is free. A linear
-    path from the observed ``excess`` to the score makes an untrained policy a nearly greedy heuristic on
-    predicted cost; REINFORCE improves on that.
-    """
-
-    descriptor_mean: Tensor
-    descriptor_scale: Tensor
-
-    def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
-        super().__init__()
-        self.config = config
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            hidden, representation = config.hidden, config.representation
-            self.table = nn.Sequential(
-                nn.Linear(len(DESCRIPTORS), hidden), nn.ReLU(), nn.Linear(hidden, representation)
-            )
-            self.device = nn.Linear(len(OBSERVATIONS) + 2 * representation, hidden)
-            self.mixed = nn.Linear(2 * hidden, hidden)
-            self.score = nn.Linear(hidden, 1, bias=False)
-        nn.init.zeros_(self.score.weight)
-        self.greediness = nn.Parameter(torch.tensor(16.0))
-        self.register_buffer("descriptor_mean", torch.zeros(len(DESCRIPTORS)))
-        self.register_buffer("descriptor_scale", torch.ones(len(DESCRIPTORS)))
-        self.eval()
-
-    def initialize(self, features_SF: Tensor) -> None:
-        """See :meth:`AnyPolicy.initialize`."""
-        mean_F, scale_F = scaling(features_SF[:, columns(DESCRIPTORS)])
-        self.descriptor_mean.copy_(mean_F)
-        self.descriptor_scale.copy_(scale_F)
-
-    def represent(self, features_XF: Tensor) -> Tensor:
-        """See :meth:`AnyPolicy.represent`."""
-        scaled = (features_XF[..., columns(DESCRIPTORS)] - self.descriptor_mean) / self.descriptor_scale
-        return self.table(scaled.clamp(-5, 5))
-
-    def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
-        """See :meth:`AnyPolicy.logits`."""
-        hidden_XDV = torch.relu(_with_shared(self.device, torch.cat([channels_XDO, load_XDR], dim=-1), shard_XR))
-        weight_XD = legal_XD / legal_XD.sum(-1, keepdim=True)
-        mean_XV = torch.einsum("...d,...dv->...v", weight_XD, hidden_XDV)
-        mixed_XDV = torch.relu(_with_shared(self.mixed, hidden_XDV, mean_XV))
-        excess_XD = channels_XDO[..., OBSERVATION_INDEX["excess"]]
-        logit_XD = self.score(mixed_XDV)[..., 0] - self.greediness * excess_XD
-        return logit_XD.masked_fill(~legal_XD, -torch.inf)
-
-
-def _with_shared(layer: nn.Linear, own_XDI: Tensor, shared_XJ: Tensor) -> Tensor:
-    """The layer on what each device has of its own beside what all share, without repeating the latter per device."""
-    own_weight, shared_weight = layer.weight.split((own_XDI.shape[-1], shared_XJ.shape[-1]), dim=1)
-    shared_XV = nn.functional.linear(shared_XJ, shared_weight, layer.bias)
-    return nn.functional.linear(own_XDI, own_weight) + shared_XV[..., None, :]
 
 
 def drawn(logit_EA: Tensor, generator: torch.Generator | None = None) -> Tensor:

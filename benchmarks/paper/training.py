@@ -324,8 +324,7 @@ def improve_once(
     """One REINFORCE update on sampled episodes of one task."""
     with torch.no_grad():
         batch = TaskBatch.collate([cost])
-    unknown_T = torch.full((1,), torch.nan)
-    reinforce_update(policy, optimizer, batch, config, config.entropy_weight, generator, unknown_T)
+    reinforce_update(policy, optimizer, batch, config, config.entropy_weight, generator)
 
 
 def cost_of(task: Contest, compute: ComputeCost) -> Cost:
