@@ -232,7 +232,7 @@ def main() -> None:
         "published_ms": published.total_ms,
         "torchrec_ms": {one.name: one.total_ms for one in planner.report().rivals}.get("torchrec"),
         "bound_ms": lower_bound_ms(planner) if args.costs == "torchrec" else None,
-        "hot_rows": [str(note) for note in planner.report().notes if note.code == "hot_rows"],
+        "hot_rows": [str(note) for note in planner.report().notes if note.code in ("hot_rows", "index_dedup")],
         "types": dict(Counter(sharding_in_words(o.sharding_type, o.compute_kernel) for o in planner.options)),
     }
     print(json.dumps(told, indent=1))

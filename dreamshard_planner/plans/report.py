@@ -50,6 +50,7 @@ Code = Literal[
     "placement_rule",  # effect of placement rules
     "beyond_exact_training",  # options excluded by exact training
     "hot_rows",  # rows of sequence tables that every rank holds
+    "index_dedup",  # gain of TorchRec's index dedup
     "forced_out",  # exact training keeps tables out of device memory
     "training",  # tables that train differently than whole ones
     "unused",  # names missing in the model, or modules missing in the plan

@@ -21,7 +21,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
+from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows, dedup_notes
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.plan_notes import knows_lookups
 from dreamshard_planner.planning.remembered import LEAST_GAIN, Remembered, Replacement
@@ -272,6 +272,7 @@ class SearchLoop:
         notes += [other.note for other in self._replacements]
         if self.hot_rows is not None:
             notes.append(self.hot_rows.note())
+        notes += dedup_notes(self.model, plan)
         now = signatures(plan)
         is_changed = ours is not None and now != self._placed
         if is_changed:

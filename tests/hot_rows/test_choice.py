@@ -104,6 +104,20 @@ def test_other_lookups_have_the_statistics_of_batches_without_hot_rows() -> None
     assert computed.ids.shares(0, ROWS // 2) == pytest.approx(counted.ids.shares(0, ROWS // 2), abs=0.02)
 
 
+def test_index_dedup_is_advised_with_its_gain() -> None:
+    planners = {dedup: _planned(1.2, dedup)[1] for dedup in (False, True)}
+    figures = {
+        dedup: [note.figures for note in planner.report().notes if note.code == "index_dedup"]
+        for dedup, planner in planners.items()
+    }
+    assert not figures[True]
+    (advised,) = figures[False]
+    assert advised["before_ms"] == pytest.approx(_choice(planners[False]).before_ms)
+    # A planner whose sharder dedups ids counts all but the time to find repeated lookups.
+    told_ms = planners[True].report().chosen.total_ms
+    assert told_ms < advised["dedup_ms"] < 1.5 * told_ms
+
+
 @pytest.mark.parametrize("given", [-1, 1.5, True])
 def test_impossible_budgets_are_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=f"hot_rows_bytes must be a whole number of bytes from 0, got {given}"):
