@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +52,7 @@ LEAST_GAIN = 0.02
 def main(words: Sequence[str]) -> None:
     """The command."""
     folder, run_id = Path(words[0]), words[1]
-    os.nice(19)
+    lower_priority()
     signal.alarm(LIMIT_SECONDS)
     torch.set_num_threads(1)
     with open_locked(folder / "lock", wait=True):  # the alarm ends the wait
@@ -61,6 +62,14 @@ def main(words: Sequence[str]) -> None:
         os.write(1, json.dumps(told).encode())
     except BrokenPipeError:  # the training has ended, and its log with it
         return
+
+
+def lower_priority() -> None:
+    """Leave the processor to the training, on Linux also where each session gets its own share of it (autogroups)."""
+    os.nice(19)
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):  # no autogroups
+            Path("/proc/self/autogroup").write_text("19")
 
 
 def _wait_for_ranks(path: Path) -> None:

@@ -239,6 +239,15 @@ def _killed(rank: Rank, home: str) -> None:
     _written()
 
 
+def test_the_process_that_learns_leaves_the_processor_to_the_training() -> None:
+    """Its own session has its own share of the processor where Linux groups by session; nice counts within it alone."""
+    script = "import os; from dreamshard_planner import background as b; b.lower_priority(); print(os.nice(0)); "
+    script += "path = b.Path('/proc/self/autogroup'); print(path.read_text() if os.access(path, os.W_OK) else '')"
+    ended = subprocess.run([sys.executable, "-c", script], start_new_session=True, capture_output=True, text=True)
+    nice, _, group = ended.stdout.strip().partition("\n")
+    assert nice == "19" and (not group or group.endswith("nice 19")), ended
+
+
 def test_a_killed_rank_leaves_the_others_files_whole(tmp_path: Path) -> None:
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         run_on_ranks(_killed, str(tmp_path), world_size=len(SHARES))
