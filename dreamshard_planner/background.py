@@ -94,7 +94,7 @@ def learn_from(folder: Path, run_id: str) -> dict[str, str]:
     checkpoint = _learned(observation, run.world_size)
     told = {"learned": choice.learned_from(checkpoint, str(observation.hardware["device"]))}
     if run.plan is not None:
-        told |= _remember(observation, run, run.plan, folder.name, checkpoint)
+        told |= _remember(observation, run, run.plan, checkpoint)
     tables = [(one.stat().st_mtime, one) for one in (choice.home() / "tables").glob("*")]
     for _, one in sorted(tables, reverse=True)[TABLES:]:
         shutil.rmtree(one, ignore_errors=True)
@@ -142,14 +142,12 @@ def _learned(observation: Observation, ranks: int) -> Checkpoint:
         return choice.resolve("auto", device, threads, card, ranks)
 
 
-def _remember(
-    observation: Observation, run: ObservedRun, plan: SavedPlan, place: str, checkpoint: Checkpoint
-) -> dict[str, str]:
+def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) -> dict[str, str]:
     """Keep statistics and observed plans of a run's tables, plan again, and tell of a better plan."""
-    remembered = Remembered.of_plan(plan, place)
+    remembered = Remembered.of_plan(plan, observation.hardware)
     observed: dict[str, tuple[str, float, SavedPlan]] = {}
     for one in observation.runs:
-        if one.plan is None or Remembered.of_plan(one.plan, place) != remembered:
+        if one.plan is None or Remembered.of_plan(one.plan, observation.hardware) != remembered:
             continue
         key, last = sharding_key(one.plan.sharding), (one.started, step_ms(one), one.plan)
         observed[key] = max(observed.get(key, last), last, key=lambda known: known[0])

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,13 +78,18 @@ class Remembered:
         return cls(_folder(tables), choice.place(hardware, topology.world_size))
 
     @classmethod
-    def of_plan(cls, plan: SavedPlan, place: str) -> Remembered:
-        """Return the files about a plan's tables at a place of :func:`~dreamshard_planner.checkpoints.choice.place`."""
+    def of_plan(cls, plan: SavedPlan, hardware: Mapping[str, Any]) -> Remembered:
+        """Return the files about a plan's tables on the plan's ranks, which may be some of a training's.
+
+        Args:
+            plan: of a training.
+            hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` returns it.
+        """
         tables = {
             fqn: (table.rows, table.dim, tuple(filter(None, table.features)))
             for fqn, table in plan.inputs.tables.items()
         }
-        return cls(_folder(tables), place)
+        return cls(_folder(tables), choice.place(hardware, plan.inputs.topology.world_size))
 
     def statistics(self) -> TableStatistics | None:
         """Return the statistics that the last training counted; None if there are none that can be read."""

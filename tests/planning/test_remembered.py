@@ -122,12 +122,12 @@ def test_an_observed_plan_stays_unless_another_is_predicted_to_gain(all_on_one: 
     assert ("is predicted to gain 0.0 %, less than the 3 % that costs can tell" in str(after.report())) == kept
 
 
-def _observe(plan: SavedPlan, name: str, step_ms: float) -> tuple[Path, str]:
-    """Write the files of a run whose kernels teach nothing."""
+def _observe(plan: SavedPlan, name: str, step_ms: float, world_size: int = 2) -> tuple[Path, str]:
+    """Write the files of a run whose kernels teach nothing; its plan has the first two ranks."""
     ranks = tuple(rank_steps(0, rank, dict(STATISTICS), step=(step_ms,) * 8) for rank in range(2))
-    run = ObservedRun(name, f"2026-11-2{name}", 2, 1, "gloo", plan, {}, ranks)
+    run = ObservedRun(name, f"2026-11-2{name}", world_size, 1, "gloo", plan, {}, ranks)
     hardware = describe_hardware("cpu", torch.get_num_threads())
-    folder = choice.home() / "runs" / choice.place(hardware, 2)
+    folder = choice.home() / "runs" / choice.place(hardware, world_size)
     folder.mkdir(parents=True, exist_ok=True)
     for rank in ranks:
         kept = Observation(hardware, (replace(run, ranks=(rank,), plan=None if rank.rank else plan),))
@@ -135,16 +135,17 @@ def _observe(plan: SavedPlan, name: str, step_ms: float) -> tuple[Path, str]:
     return folder, name
 
 
-def test_a_better_plan_is_known_after_a_run_and_not_told_once_observed() -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_better_plan_is_known_after_a_run_and_not_told_once_observed(world_size: int) -> None:
     planner = started(batch_size=BATCH)
     planned = planner.saved_plan()
     slow = on_one_rank(planned)
-    told = learn_from(*_observe(slow, "1", planner.predict(slow).total_ms))
+    told = learn_from(*_observe(slow, "1", planner.predict(slow).total_ms, world_size))
     assert told["better"].startswith("a plan ") and str(choice.home()) in told["better"]
     better = planner.best_known()
     assert better is not None and planner.predict(better).total_ms < planner.predict(slow).total_ms
     assert started(batch_size=BATCH).saved_plan().sharding == better.sharding  # with the counted statistics
-    told = learn_from(*_observe(better, "2", 2 * planner.predict(slow).total_ms))
+    told = learn_from(*_observe(better, "2", 2 * planner.predict(slow).total_ms, world_size))
     assert "better" not in told and planner.best_known() is None
     assert started(batch_size=BATCH).saved_plan().sharding == slow.sharding  # which was observed to be faster
 
