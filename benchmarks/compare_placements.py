@@ -14,11 +14,8 @@ geometric means over tasks that both sides place; what a placer could not place 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +28,7 @@ from rich.progress import track
 from torch import Tensor
 
 from common.measured_costs import MeasuredCosts, SetClock
-from common.output import commit, named, provenance, wide_console
+from common.output import append, commit, lines_of, named, provenance, quiet, wide_console
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned
 from placements.contests import Contest, draw_contests
@@ -75,8 +72,8 @@ def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, arg
     }
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
+def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
@@ -87,47 +84,34 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=512, help="samples that a kernel sees")
     parser.add_argument("--checkpoint", default="auto")
     parser.add_argument("--device", default="cpu")
-    return parser
-
-
-def main() -> None:
-    """The command."""
-    parser = argument_parser()
     args = parser.parse_args()
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="torchrec")
+    quiet()
     field = Field(args.checkpoint, args.device)
     names = named(args.placers) or tuple(field.placers)
     if ANCHOR not in names or not set(names) <= field.placers.keys():
         parser.error(f"--placers must be some of {', '.join(field.placers)}, {ANCHOR} among them; got {args.placers}")
-    records = [json.loads(line) for line in args.record.read_text().splitlines()] if args.record.exists() else []
-    head = {"settings": settings_of(args)}
-    if records and records[0]["settings"] != head["settings"]:
+    # All lines of a record have the other settings in common.
+    left_out = ("tasks", "record", "seconds")
+    settings = {name: str(value) for name, value in vars(args).items() if name not in left_out}
+    if not (records := lines_of(args.record)):
+        records = [{"settings": settings} | provenance(torch.device(args.device))]
+        append(args.record, records[0])
+    if records[0]["settings"] != settings:
         parser.error(f"{args.record}: recorded with other settings: {records[0]['settings']}")
-    with pinned(1), args.record.open("a") as file:
-        if not records:
-            records = [head | provenance(torch.device(args.device))]
-            file.write(json.dumps(records[0]) + "\n")
-        played = {record["task"] for record in records[1:]}
-        contests = [
-            contest for contest in draw_contests(args.tasks, args.seed, args.batch_size) if contest.name not in played
-        ]
+    played = {record["task"] for record in records[1:]}
+    contests = [
+        contest for contest in draw_contests(args.tasks, args.seed, args.batch_size) if contest.name not in played
+    ]
+    deadline = time.monotonic() + args.seconds
+    with pinned(1):
         arena = Arena(args.device, seed=args.seed)
-        deadline = time.monotonic() + args.seconds
         for contest in track(contests, "tasks", console=Console(stderr=True)):
             if time.monotonic() > deadline:
                 break
             records.append(play(contest, field, names, arena, args))
-            file.write(json.dumps(records[-1]) + "\n")
-            file.flush()
+            append(args.record, records[-1])
     print_summary(records[1:], wide_console())
     draw_figure(records[1:], args.record.with_suffix(".png"))
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, str]:
-    """Return the settings that all lines of a record have in common."""
-    left_out = ("tasks", "record", "seconds")
-    return {name: str(value) for name, value in vars(args).items() if name not in left_out}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ Costs that are judged:
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,10 @@ from torch import Tensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from common.linear_cost import LinearCost
-from common.output import mean_interval, provenance, table_of, wide_console, write_result
+from common.output import mean_interval, provenance, quiet, table_of, wide_console, write_result
+from common.tasks import meta_collection
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, mape_2, predict_ms
@@ -49,7 +47,7 @@ from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.sets import GroupMix, draw_sets
 from dreamshard_planner.training import pool_tables
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload
 from placements.placers import best_scale
 
 DATA = Path(__file__).parent / "data"
@@ -72,30 +70,22 @@ def measure(args: argparse.Namespace) -> None:
     for name, chosen, rounds in parts[:1] if args.no_singles else parts:
         path = args.data / f"{args.device}-{name}.npz"
         folder = path.with_suffix(".blocks")
-        measure_rounds(chosen, rounds, folder, args.device, args.seed, seconds=args.seconds).save(path)
+        measure_rounds(chosen, rounds, folder, args.device, args.seed, args.seconds).save(path)
 
 
 def measure_rounds(
-    sets: Sequence[Sequence[Workload]],
-    rounds: int,
-    folder: Path,
-    device: str,
-    seed: int,
-    threads: int = 1,
-    seconds: float | None = None,
+    sets: Sequence[Sequence[Workload]], rounds: int, folder: Path, device: str, seed: int, seconds: float | None
 ) -> CostDataset:
     """Every round goes over all sets in a new order; in each, a set is measured as training sets are, several runs
     beside a few other sets. With ``seconds``, as many whole rounds as are done then, or part of the first."""
     order = np.random.default_rng(seed)
     passes = np.concatenate([order.permutation(len(sets)) for _ in range(rounds)])
-    timed = collect([sets[i] for i in passes], folder, device, threads, REPEATS, seed, seconds)
+    timed = collect([sets[i] for i in passes], folder, device, 1, REPEATS, seed, seconds)
     rounds = max(1, len(timed) // len(sets))
     passes = passes[: min(rounds * len(sets), len(timed))]
     timed, sets = timed.select(range(len(passes))), [sets[i] for i in np.unique(passes)]
     runs_NR = passes.argsort(kind="stable").reshape(len(sets), rounds)
-    samples_ms, reference_ms = (
-        times[runs_NR].reshape(len(sets), -1, 2) for times in (timed.samples_ms, timed.reference_ms)
-    )
+    samples_ms, reference_ms = (ms[runs_NR].reshape(len(sets), -1, 2) for ms in (timed.samples_ms, timed.reference_ms))
     return CostDataset.from_sets(sets, samples_ms, timed.hardware, reference_ms, seed)
 
 
@@ -110,40 +100,25 @@ def torchrec_table_ms(sets: Sequence[Sequence[Workload]], device: str) -> Tensor
 
     An estimate's unit is a second times unknown constants: scale it before any comparison in milliseconds.
     """
-    by_batch: dict[int, dict[Workload, str]] = {}
-    for workloads in sets:
-        for workload in workloads:
-            names = by_batch.setdefault(workload.batch_size, {})
-            names.setdefault(workload, f"t{len(names)}")
-    estimates = {batch: _estimate(names, batch, device) for batch, names in by_batch.items()}
-    return torch.stack(
-        [torch.stack([estimates[w.batch_size][w] for w in workloads]).sum(0) for workloads in sets]
-    ).double()
-
-
-def _estimate(names: dict[Workload, str], batch_size: int, device: str) -> dict[Workload, Tensor]:
-    module = EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=w.rows,
-                embedding_dim=w.dim,
-                feature_names=[f"{name}_{index}" for index in range(w.num_features)],
+    estimates: dict[Workload, Tensor] = {}
+    workloads = dict.fromkeys(workload for group in sets for workload in group)
+    for batch_size in {workload.batch_size for workload in workloads}:
+        names = {f"t{index}": w for index, w in enumerate(workloads) if w.batch_size == batch_size}
+        tables = [
+            Table(name, w.rows, w.dim, (FeatureStatistics(w.pooling_factor / w.num_features),) * w.num_features)
+            for name, w in names.items()
+        ]
+        constraints = {
+            table.name: ParameterConstraints(
+                ["table_wise"], ["fused"], pooling_factors=[feature.pooling_factor for feature in table.features]
             )
-            for w, name in names.items()
-        ],
-    )
-    constraints = {
-        name: ParameterConstraints(
-            ["table_wise"], ["fused"], pooling_factors=[w.pooling_factor / w.num_features] * w.num_features
-        )
-        for w, name in names.items()
-    }
-    enumerator = EmbeddingEnumerator(Topology(1, device), batch_size, constraints)
-    options = {o.name: o for o in enumerator.enumerate(module, [EmbeddingBagCollectionSharder()])}
-    perf = {w: options[name].shards[0].perf for w, name in names.items()}
-    return {w: torch.tensor([p.fwd_compute, p.bwd_compute]) for w, p in perf.items()}
+            for table in tables
+        }
+        enumerator = EmbeddingEnumerator(Topology(1, device), batch_size, constraints)
+        for option in enumerator.enumerate(meta_collection(tables), [EmbeddingBagCollectionSharder()]):
+            perf = option.shards[0].perf
+            estimates[names[option.name]] = torch.tensor([perf.fwd_compute, perf.bwd_compute])
+    return torch.stack([torch.stack([estimates[w] for w in group]).sum(0) for group in sets]).double()
 
 
 def relative_errors(predicted_X2: Tensor, label_X2: Tensor) -> np.ndarray:
@@ -261,19 +236,17 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
         "torchrec": torchrec_X2 * best_scale(torchrec_X2, label_X2),
         "roofline": roofline_X2 * best_scale(roofline_X2, label_X2),
     }
-    singles = args.data / f"{args.device}-clean-singles.npz"
     if not args.no_singles:
-        predictions["additive"] = additive_ms(sets, CostDataset.load(singles), usual_ms)
-    relative_X2 = relative_errors(predictions["network"], label_X2)
-    result = {
+        singles = CostDataset.load(args.data / f"{args.device}-clean-singles.npz")
+        predictions["additive"] = additive_ms(sets, singles, usual_ms)
+    return {
         "sets": len(sets),
         "rounds": clean.repeats // REPEATS,
         "noise": noise(clean),
         "costs": {name: errors(predicted_X2, label_X2) for name, predicted_X2 in predictions.items()},
-        "network_by_kind": by_kind(sets, relative_X2),
+        "network_by_kind": by_kind(sets, relative_errors(predictions["network"], label_X2)),
         "test_sets": on_test_sets(args.data, args.device, network, linear, usual_ms),
     }
-    return result
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
@@ -296,10 +269,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         cells = ("{} {:.1%}/{:.1%}".format(cost, *test[cost]) for cost in ("network", "linear"))
         console.print(f"{name}, {test['sets']} sets measured once: {', '.join(cells)}")
         if "measured_again" in test:
-            told = [
-                f"{forward:.1%}/{backward:.1%}"
-                for forward, backward in (test["measured_again"], test["network_against_both"])
-            ]
+            told = ["{:.1%}/{:.1%}".format(*test[key]) for key in ("measured_again", "network_against_both")]
             console.print(f"    measured again {told[0]}; the network against the mean of both {told[1]}")
 
 
@@ -321,8 +291,7 @@ def main() -> None:
     args.train = args.train or sorted(args.data.glob(f"{args.device}-train*.npz"))
     if min(args.sets, args.rounds) < 1:
         parser.error("--sets and --rounds must be at least 1")
-    torch.set_num_threads(1)
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    quiet()
     if args.measure:
         measure(args)
     result = judge(args)

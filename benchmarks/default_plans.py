@@ -21,7 +21,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.perf_models import NoopPerfModel
-from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from common.output import append, opened, quiet, table_of
-from common.tasks import RANKS_PER_HOST, FullTask, random_tables, tasks
+from common.tasks import RANKS_PER_HOST, FullTask, named_task, random_tables
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
@@ -47,7 +48,7 @@ from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 LOCAL_BATCH = 2048
-HOSTS = (1, 2)
+RANKS = (8, 16)
 SHARDERS = [EmbeddingBagCollectionSharder()]
 
 
@@ -105,96 +106,59 @@ class DefaultTask(FullTask):
         return Machine(ranks_per_host=RANKS_PER_HOST, hosts=self.ranks // RANKS_PER_HOST, gpu="h100").topology()
 
 
-@dataclass(frozen=True)
-class Made:
-    """A plan, and whether its search came to an end."""
-
-    plan: list[ShardingOption]
-    finished: bool
-
-
-class Timed(Proposer):
-    """Another proposer, until there is no time left."""
-
-    def __init__(self, inner: Proposer, left: Callable[[], bool]) -> None:
-        self._inner, self._left, self.cut = inner, left, False
-
-    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """The other's."""
-        self._inner.load(search_space, enumerator)
-
-    def propose(self) -> list[ShardingOption] | None:
-        """The other's, or None where time is up."""
-        proposal = self._inner.propose()
-        self.cut = proposal is not None and not self._left()
-        return None if self.cut else proposal
-
-    def feedback(self, *args: Any, **kwargs: Any) -> None:
-        """The other's."""
-        self._inner.feedback(*args, **kwargs)
+PLANNERS = {
+    "torchrec": None,
+    **{
+        f"{name}, {source}": {"optimizers_attached": attached, "cost_source": source}
+        for name, attached in (("attached", True), ("nothing attached", False))
+        for source in ("torchrec", "auto")
+    },
+}
+"""Arguments of our planner; None for TorchRec's."""
 
 
-class Contest:
-    """One task; planners as a user makes them."""
+def plan_within(
+    planner: EmbeddingShardingPlanner, model: nn.Module, seconds: float
+) -> tuple[list[ShardingOption], bool]:
+    """Plan by TorchRec's planner, whose proposals end after so many seconds of processor time. Return the best plan,
+    and whether the search came to its own end."""
+    deadline, cut = time.process_time() + seconds, []
 
-    def __init__(self, task: DefaultTask, limit: float) -> None:
-        self.task, self.limit = task, limit
-        self._start = time.process_time()
-        self.model, self.constraints, self.topology = task.model(), task.constraints("all"), task.topology()
-        self.planners: dict[str, Callable[[], Made]] = {"torchrec": self.torchrec} | {
-            f"{name}, {source}": lambda attached=attached, source=source: self.ours(attached, source)
-            for name, attached in (("attached", True), ("nothing attached", False))
-            for source in ("torchrec", "auto")
-        }
+    def propose(proposer: Callable[[], list[ShardingOption] | None]) -> list[ShardingOption] | None:
+        proposal = proposer()
+        if proposal is None or time.process_time() < deadline:
+            return proposal
+        cut.append(proposal)
+        return None
 
-    def torchrec(self) -> Made:
-        """Plan by TorchRec's planner until the limit."""
-        planner = EmbeddingShardingPlanner(
-            topology=self.topology,
-            batch_size=self.task.batch_size,
-            constraints=self.constraints,
-            stats=[],
-            debug=False,
-        )
-        timed = [Timed(proposer, self.left) for proposer in planner._proposers]
-        planner._proposers = timed
-        planner.plan(self.model, SHARDERS)
-        return Made(planner._best_plan, not any(proposer.cut for proposer in timed))
+    for proposer in planner._proposers or ():  # ours makes its own
+        proposer.propose = partial(propose, proposer.propose)
+    planner.plan(model, SHARDERS)
+    return planner._best_plan, not cut
 
-    def left(self) -> bool:
-        """Return whether the limit allows more proposals."""
-        return time.process_time() - self._start < self.limit
 
-    def ours(self, attached: bool, cost_source: str) -> Made:
-        """Exact training."""
-        planner = DreamShardPlanner(
-            topology=self.topology,
-            batch_size=self.task.batch_size,
-            constraints=self.constraints,
-            stats=[],
-            debug=False,
-            optimizers_attached=attached,
-            cost_source=cost_source,
-        )
-        planner.plan(self.model, SHARDERS)
-        return Made(planner.options, True)
-
-    def play(self, name: str) -> dict[str, Any]:
-        """Plan by one planner, and rate its plan by TorchRec's perf model and by our costs."""
-        self._start = time.process_time()
-        made = self.planners[name]()
-        seconds = time.process_time() - self._start
-        estimate_all(torchrec_estimators(self.topology, self.constraints), made.plan, SHARDERS)
-        context = PlanRater(PlannedRanks.of(self.topology), OptionReader(self.constraints))
-        kinds = (sharding_in_words(option.sharding_type, option.compute_kernel) for option in made.plan)
-        return {
-            "seconds": round(seconds, 2),
-            "torchrec_ms": NoopPerfModel(self.topology).rate(made.plan),
-            "own_ms": context.rated(made.plan).total_ms,
-            "own_source": str(context.compute.source),
-            "types": dict(Counter(kinds).most_common()),
-            "finished": made.finished,
-        }
+def play(task: DefaultTask, name: str, limit: float) -> dict[str, Any]:
+    """Plan by one planner, and rate its plan by TorchRec's perf model and by our costs."""
+    model, given, ours, finished = task.model(), task.given(), PLANNERS[name], True
+    start = time.process_time()
+    if ours is None:
+        plan, finished = plan_within(EmbeddingShardingPlanner(**given), model, limit)
+    else:
+        planner = DreamShardPlanner(**given, **ours)
+        planner.plan(model, SHARDERS)
+        plan = planner.options
+    seconds, topology, constraints = time.process_time() - start, given["topology"], given["constraints"]
+    estimate_all(torchrec_estimators(topology, constraints), plan, SHARDERS)
+    context = PlanRater(PlannedRanks.of(topology), OptionReader(constraints))
+    kinds = (sharding_in_words(option.sharding_type, option.compute_kernel) for option in plan)
+    return {
+        "seconds": round(seconds, 2),
+        "torchrec_ms": NoopPerfModel(topology).rate(plan),
+        "own_ms": context.rated(plan).total_ms,
+        "own_source": str(context.compute.source),
+        "types": dict(Counter(kinds).most_common()),
+        "finished": finished,
+    }
 
 
 COLUMNS = (
@@ -209,9 +173,8 @@ COLUMNS = (
 def summarize(lines: Sequence[dict[str, Any]], console: Console) -> None:
     """Ratios to TorchRec's plan, and geometric means."""
     of = {(line["model"], line["hosts"], line["planner"]): line for line in lines if "model" in line}
-    table = table_of("Cost over that of TorchRec's default plan", "model", "hosts", "TorchRec's, ms", "own, ms")
-    for heading, _, _ in COLUMNS:
-        table.add_column(heading, justify="right")
+    headings = ("hosts", "TorchRec's, ms", "own, ms", *(heading for heading, _, _ in COLUMNS))
+    table = table_of("Cost over that of TorchRec's default plan", "model", *headings)
     logs: list[list[float]] = [[] for _ in COLUMNS]
     for model, hosts in dict.fromkeys(key[:2] for key in of):
         theirs = of[model, hosts, "torchrec"]
@@ -227,40 +190,26 @@ def summarize(lines: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def chosen_tasks(args: argparse.Namespace) -> list[DefaultTask]:
-    """Return the tasks that the command asks for."""
-    if args.full_search:
-        every = tasks()
-        return [DefaultTask(name, every[name].make, every[name].ranks, every[name].batch_size) for name in FULL_SEARCH]
-    return [
-        DefaultTask(model, MODELS[model], hosts * RANKS_PER_HOST, LOCAL_BATCH)
-        for hosts in args.hosts
-        for model in args.models.split(";")
-    ]
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=Path("default-plans.jsonl"))
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of TorchRec's search")
-    parser.add_argument("--hosts", type=int, nargs="+", default=HOSTS)
-    parser.add_argument("--models", default=";".join(MODELS), help="separated by semicolons")
     parser.add_argument("--full-search", action="store_true", help="17 tasks of common/tasks.py instead of models")
     args = parser.parse_args()
     quiet()
     console = Console(width=150)
     lines = opened(args.record)
-    for task in chosen_tasks(args):
-        contest = Contest(task, args.limit)
-        for name in contest.planners:
-            where = {"model": task.name, "hosts": task.ranks // RANKS_PER_HOST, "planner": name}
-            if any(where.items() <= line.items() for line in lines):
-                continue
-            line = where | contest.play(name)
-            append(args.record, line)
-            lines.append(line)
-            console.print(*where.values(), f"{line['torchrec_ms']:.3f} {line['own_ms']:.3f} {line['seconds']} s")
+    chosen = [DefaultTask(model, MODELS[model], ranks, LOCAL_BATCH) for ranks, model in product(RANKS, MODELS)]
+    if args.full_search:
+        chosen = [DefaultTask(**vars(named_task(name))) for name in FULL_SEARCH]
+    for task, name in product(chosen, PLANNERS):
+        where = {"model": task.name, "hosts": task.ranks // RANKS_PER_HOST, "planner": name}
+        if any(where.items() <= line.items() for line in lines):
+            continue
+        lines.append(where | play(task, name, args.limit))
+        append(args.record, lines[-1])
+        console.print(*where.values(), "{torchrec_ms:.3f} {own_ms:.3f} {seconds} s".format(**lines[-1]))
     summarize(lines, console)
 
 

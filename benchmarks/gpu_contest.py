@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ import common.fast_kernels  # noqa: F401 (before torch)
 import numpy as np
 import torch
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
@@ -46,9 +46,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 import published_plan
 from common.measured_costs import SetClock
-from common.output import append, interval, provenance, quiet, table_of, wide_console
+from common.output import append, interval, lines_of, provenance, quiet, table_of, wide_console
 from common.tasks import RANKS_PER_HOST, feature_names, meta_collection
-from default_plans import Timed
+from default_plans import plan_within
 from dlrm.options import OPTIMIZERS
 from dreamshard_planner import DreamShardPlanner, TableStatistics
 from dreamshard_planner.cost.roofline import dense_ms
@@ -118,14 +118,8 @@ class Task:
         plans = {}
         for name, planner in planners.items():
             start = time.process_time()
-            timed = [
-                Timed(one, lambda start=start: time.process_time() - start < limit) for one in planner._proposers or []
-            ]
-            if name == BASE:
-                planner._proposers = timed
-            planner.plan(self.model(), [EmbeddingBagCollectionSharder()])
-            told = {"seconds": time.process_time() - start, "ended": not any(one.cut for one in timed)}
-            plans[name] = told | kernels_of(planner._best_plan, rater)
+            plan, ended = plan_within(planner, self.model(), limit if name == BASE else math.inf)
+            plans[name] = {"seconds": time.process_time() - start, "ended": ended} | kernels_of(plan, rater)
         return plans
 
 
@@ -195,17 +189,17 @@ class Catalogue:
 
 def plan(args: argparse.Namespace) -> None:
     """Write a file of kernels, or continue it."""
-    generator, tasks = torch.Generator().manual_seed(args.seed), []
+    generator, tasks = torch.Generator().manual_seed(0), []
     if args.file.exists():
         with gzip.open(args.file, "rt") as file:
             tasks = json.load(file)["tasks"]
-    drawn: list[tuple[str, Callable[[], dict[str, Any]]]] = [("published plan", published_task)][: args.published]
+    drawn: dict[str, Callable[[], dict[str, Any]]] = {"published plan": published_task}
     for index in range(args.tasks):
         task = Task.draw(index, generator)
-        drawn.append((f"{task.name}, {len(task.tables)} x {task.ranks}", lambda task=task: task.plans(args.limit)))
+        drawn[f"{task.name}, {len(task.tables)} x {task.ranks}"] = partial(task.plans, args.limit)
     done = {task["task"] for task in tasks}
-    for name, make in [one for one in drawn if one[0] not in done]:
-        catalogue, plans = Catalogue(), make()
+    for name in [name for name in drawn if name not in done]:
+        catalogue, plans = Catalogue(), drawn[name]()
         for entry in plans.values():
             entry["kernels"] = [[catalogue.indices(one) for one in rank] for rank in entry["kernels"]]
         tasks.append({"task": name, "plans": plans, "workloads": [json.loads(row) for row in catalogue.rows]})
@@ -224,16 +218,14 @@ def measure(args: argparse.Namespace) -> None:
     if not args.record.exists():
         made = {key: planned[key] for key in ("commit", "date")}
         append(args.record, provenance(torch.device(args.device)) | {"plans": made})
-    done = {json.loads(line).get("task") for line in args.record.read_text().splitlines()}
-    arena = Arena(args.device, seed=args.seed)
+    done = {line.get("task") for line in lines_of(args.record)}
+    arena, at_once = Arena(args.device), (4 << 30) if args.device == "cpu" else (12 << 30)
     for task in [one for one in planned["tasks"] if one["task"] not in done][: args.tasks]:
         begun = time.monotonic()
         if begun - started > args.seconds:
             break
         workloads = Catalogue.load(planned["fields"], task["workloads"])
-        shrunk = [replace(w, batch_size=max(1, w.batch_size // args.shrink)) for w in workloads]
-        at_once = (4 << 30) if args.device == "cpu" else (12 << 30)
-        clock = SetClock(shrunk, args.device, arena, args.seed, at_once)
+        clock = SetClock(workloads, args.device, arena, bytes_at_once=at_once)
         sets = sorted({tuple(one) for entry in task["plans"].values() for rank in entry["kernels"] for one in rank})
         samples = clock.samples(sets, args.rounds)
         clock.usual_ms = torch.cat([one.reference_ms.sum(-1) for one in samples]).median()
@@ -268,8 +260,7 @@ def slowest_ms(entry: dict[str, Any], which: str = "measured_ms") -> float:
 
 def summarize(args: argparse.Namespace) -> None:
     """Print plans over TorchRec's, with intervals over tasks; and predicted over measured kernels."""
-    rows = [row for row in map(json.loads, args.record.read_text().splitlines()) if "task" in row]
-    console = wide_console(150)
+    rows, console = [row for row in lines_of(args.record) if "task" in row], wide_console(150)
     title = "Milliseconds of the slowest rank's kernels; with exchanges by the prior"
     table = table_of(title, "task", BASE, OURS, SAME_SLICES, "predicted")
     logs: dict[tuple[str, str], list[float]] = {}
@@ -305,14 +296,11 @@ def main() -> None:
     parser.add_argument("what", choices=("plan", "measure", "summarize"))
     parser.add_argument("file", type=Path, help="of kernels; of summarize: the record")
     parser.add_argument("--tasks", type=int, default=40)
-    parser.add_argument("--no-published", dest="published", action="store_false", help="leave the published plan out")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of TorchRec's search")
     parser.add_argument("--record", type=Path, default=Path("gpu-contest.jsonl"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task later than this")
-    parser.add_argument("--shrink", type=int, default=1, help="divide batches, to try it on a CPU")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     quiet()
     if args.what == "summarize":

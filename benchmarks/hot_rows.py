@@ -64,7 +64,6 @@ from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.hot_rows.sharded import HotIndex
 from dreamshard_planner.measure.collectives import TRIMMED, measure
-from dreamshard_planner.observing.step_comparison import Step
 from dreamshard_planner.workload.hot_rows import HotRows
 from dreamshard_planner.workload.pools import named_pool
 
@@ -73,42 +72,29 @@ BLOCK_SECONDS = 0.3
 ROW_WISE, DEDUP, HOT = "row_wise", "row_wise, index dedup", "hot rows"
 
 
-class SequenceModel(nn.Module):
-    """The mean of each sequence into one linear layer."""
+class Model(nn.Module):
+    """The mean of each sequence, or all pooled vectors, of a sample into one linear layer."""
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, rows: list[int], dim: int, is_pooled: bool = False) -> None:
         super().__init__()
+        self._is_pooled, kind = is_pooled, EmbeddingBagConfig if is_pooled else EmbeddingConfig
         configs = [
-            EmbeddingConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[feature])
-            for i, feature in enumerate(FEATURES)
-        ]
-        self.ec = EmbeddingCollection(configs, device=torch.device("meta"))
-        apply_optimizer_in_backward(RowWiseAdagrad, self.ec.parameters(), {"lr": 0.1, "eps": 1e-3})
-        self.top = nn.Linear(dim * len(FEATURES), 1)
-
-    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
-        """Return the loss: the square of the output's distance to 1."""
-        found, samples = self.ec(batch), batch.stride()
-        means = [found[name].values().unflatten(0, (samples, -1)).mean(1) for name in FEATURES]
-        return (self.top(torch.cat(means, 1)) - 1).square().mean()
-
-
-class PooledModel(nn.Module):
-    """All pooled vectors of a sample into one linear layer."""
-
-    def __init__(self, rows: list[int], dim: int) -> None:
-        super().__init__()
-        configs = [
-            EmbeddingBagConfig(name=f"t{i}", num_embeddings=count, embedding_dim=dim, feature_names=[f"f{i}"])
+            kind(name=f"t{i}", num_embeddings=count, embedding_dim=dim, feature_names=[f"f{i}"])
             for i, count in enumerate(rows)
         ]
-        self.ec = EmbeddingBagCollection(configs, device=torch.device("meta"))
+        collection = EmbeddingBagCollection if is_pooled else EmbeddingCollection
+        self.ec = collection(configs, device=torch.device("meta"))
         apply_optimizer_in_backward(RowWiseAdagrad, self.ec.parameters(), {"lr": 0.1, "eps": 1e-3})
         self.top = nn.Linear(dim * len(rows), 1)
 
     def forward(self, batch: KeyedJaggedTensor) -> Tensor:
         """Return the loss: the square of the output's distance to 1."""
-        return (self.top(self.ec(batch).values()) - 1).square().mean()
+        found, samples = self.ec(batch), batch.stride()
+        if self._is_pooled:
+            vectors = found.values()
+        else:
+            vectors = torch.cat([found[name].values().unflatten(0, (samples, -1)).mean(1) for name in FEATURES], 1)
+        return (self.top(vectors) - 1).square().mean()
 
 
 class PowerLaw:
@@ -195,26 +181,20 @@ class Contender:
     """A sharded model in training."""
 
     def __init__(
-        self,
-        name: str,
-        args: argparse.Namespace,
-        law: PowerLaw,
-        statistics: TableStatistics | None,
-        node: Node,
+        self, name: str, args: argparse.Namespace, law: PowerLaw, statistics: TableStatistics | None, node: Node
     ) -> None:
-        rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
         self._settings = {
             "batch_size": args.batch_size,
             "statistics": statistics,
             "constraints": {f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(len(FEATURES))},
-            "hot_rows_bytes": int(rank_bytes * args.memory) if name == HOT and statistics else 0,
+            "hot_rows_bytes": int(rank_bytes(args, node) * args.memory) if name == HOT and statistics else 0,
             "optimizers_attached": True,
             "debug": False,
         }
         self.planner = DreamShardPlanner(**self._settings)
         sharders = [EmbeddingCollectionSharder(use_index_dedup=name == DEDUP)]
-        self._rows_and_dim, self._topology = (args.rows, args.dim), node.topology()
-        model = SequenceModel(args.rows, args.dim)
+        self._made, self._topology = partial(Model, [args.rows] * len(FEATURES), args.dim), node.topology()
+        model = self._made()
         plan = self.planner.collective_plan(model, sharders, dist.group.WORLD)
         if name == HOT and args.hot_rows:
             plan = replicate_hot_rows(plan, {f"ec.t{i}": law.hottest(args.hot_rows) for i in range(len(FEATURES))})
@@ -226,7 +206,7 @@ class Contender:
     def vectors_ms(self, checkpoint: Checkpoint) -> float:
         """Predict the milliseconds of the exchange of vectors by a checkpoint's collectives."""
         planner = DreamShardPlanner(self._topology, checkpoint=checkpoint, **self._settings)
-        planner.read(SequenceModel(*self._rows_and_dim), self._sharders)
+        planner.read(self._made(), self._sharders)
         told = planner.saved_plan(self._plan).predicted.collectives
         return sum(ms for name, ms in told if not name.endswith((" lookups", " bucketing")))
 
@@ -244,6 +224,11 @@ class Contender:
             forward_ms = timed_ms(lambda loss=loss: loss.append(self.model(batch)), self._synchronize)
             ms_N2.append([forward_ms, timed_ms(loss[0].backward, self._synchronize)])
         return np.median(ms_N2, 0).tolist()
+
+
+def rank_bytes(args: argparse.Namespace, node: Node) -> float:
+    """Return the bytes of a rank's part of the tables."""
+    return len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
 
 
 def timed_ms(call: Callable[[], Any], begin: Callable[[], Any], end: Callable[[], Any] | None = None) -> float:
@@ -271,10 +256,10 @@ def split_alone(
 
 def sent_bytes(exchanges: Exchanges, node: Node) -> dict[str, float]:
     """Return the counted bytes by kind, mean over ranks."""
-    mean_2 = torch.tensor([*exchanges.sent_bytes.values()], dtype=torch.float64, device=node.device) / node.world_size
-    kinds = [*exchanges.sent_bytes]
+    counted = dict(exchanges.sent_bytes)
+    mean_2 = torch.tensor([*counted.values()], dtype=torch.float64, device=node.device) / node.world_size
     dist.all_reduce(mean_2)
-    return dict(zip(kinds, mean_2.tolist(), strict=True))
+    return dict(zip(counted, mean_2.tolist(), strict=True))
 
 
 def pooled(args: argparse.Namespace, exponent: float, node: Node, exchanges: Exchanges) -> dict[str, Any]:
@@ -289,7 +274,7 @@ def pooled(args: argparse.Namespace, exponent: float, node: Node, exchanges: Exc
     ).all_gather()
     constraints = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(len(rows))}
     planner = DreamShardPlanner(batch_size=args.batch_size, constraints=constraints, debug=False)
-    model = PooledModel(rows, args.dim)
+    model = Model(rows, args.dim, is_pooled=True)
     sharded = DistributedModelParallel(
         model, device=node.device, plan=planner.collective_plan(model, get_default_sharders(), dist.group.WORLD)
     )
@@ -334,12 +319,8 @@ def measured(args: argparse.Namespace, exponent: float, node: Node, exchanges: E
         exchange_of_round(args, {name: contenders[name] for name in (ROW_WISE, HOT)}, steps, node)
         for _ in range(EXCHANGE_ROUNDS if node.world_size > 1 else 0)
     ]
-
-    def build(contender: Contender) -> tuple[nn.Module, Step]:
-        return contender.model, contender.step
-
     counts = {"copies": 1, "rounds": args.rounds, "block_seconds": BLOCK_SECONDS, "observed_steps": 0}
-    compared = compare_steps(build, contenders, batches, **counts)
+    compared = compare_steps(lambda one: (one.model, one.step), contenders, batches, **counts)
     told: dict[str, Any] = {
         "exponent": exponent,
         "rows": args.rows,
@@ -356,12 +337,11 @@ def measured(args: argparse.Namespace, exponent: float, node: Node, exchanges: E
     predicted = {"rows": 0.0, "memory_bytes": 0.0}
     for note in contenders[HOT].planner.report().notes:
         predicted |= note.figures if note.code == "hot_rows" else {}
-    rank_bytes = len(FEATURES) * args.rows * (args.dim + 1) * 4 / node.world_size
     return {
         **told,
         "exchange_predicted_measured_ms": exchanged,
         "hot_rows": predicted["rows"],
-        "memory_share": predicted["memory_bytes"] / rank_bytes,
+        "memory_share": predicted["memory_bytes"] / rank_bytes(args, node),
         "sent_over_row_wise": {name: sent / bytes_sent[ROW_WISE] for name, sent in bytes_sent.items()},
         "predicted": predicted,
         "predicted_over_counted_bytes": predicted["after_bytes"] / bytes_sent[HOT] if predicted["rows"] else None,

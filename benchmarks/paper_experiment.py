@@ -24,12 +24,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import common.fast_kernels  # noqa: F401 (before torch)
@@ -38,7 +37,7 @@ import common.fast_kernels  # noqa: F401 (before torch)
 from rich.console import Console
 from torch import Tensor
 
-from common.output import commit, provenance
+from common.output import append, commit, lines_of, provenance, quiet, wide_console
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned
@@ -74,13 +73,14 @@ class PaperField(Field):
 
     def __init__(self, models: Models, setting: Setting, seeds: range, device: str) -> None:
         super().__init__(device=device)
-        known = self.placers
         self.predicted_ms: dict[str, float] = {}
-        """Return each trained model's prediction of the compute of its own placement of the last task."""
-        self.placers = {name: known[name] for name in BASELINES}
-        self.placers |= {"policy_shipped": known["policy"], "default_shipped": known["dreamshard"]}
-        trained = rows(models, setting, seeds)
-        self.placers |= {name: partial(self._trained, name, model) for name, model in trained.items()}
+        """Each trained model's prediction of the compute of its own placement of the last task."""
+        self.placers = {
+            **{name: self.placers[name] for name in BASELINES},
+            "policy_shipped": self.placers["policy"],
+            "default_shipped": self.placers["dreamshard"],
+            **{name: partial(self._trained, name, model) for name, model in rows(models, setting, seeds).items()},
+        }
 
     def _trained(self, name: str, model: Model, task: Contest) -> Tensor | None:
         self.predicted_ms.pop(name, None)
@@ -93,8 +93,7 @@ class PaperField(Field):
 def main() -> None:
     """The command."""
     args = parse()
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="torchrec")
+    quiet()
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
 
     def tick() -> None:
@@ -217,29 +216,24 @@ def test(
     tick: Callable[[], None],
 ) -> None:
     """All placers on the test tasks."""
-    records = read(args)
+    records, fields = read(args), {}
     played = {record["task"] for record in records[1:]}
-    total = len(settings) * args.tasks
     args.record.parent.mkdir(parents=True, exist_ok=True)
-    with args.record.open("a") as file, progress_bar("test tasks", total, True, len(played)) as advance:
-        if not records:
-            head = {"settings": settings_of(args), "scale": asdict(models.scale)} | provenance(models.arena.device)
-            file.write(json.dumps(head) + "\n")
-        fields: dict[Setting, PaperField] = {}
-        for index in range(args.tasks):
-            for setting in settings:
-                task = half.tasks(setting, index + 1)[index]
-                if task.name in played:
-                    continue
-                if setting not in fields:
-                    fields[setting] = PaperField(models, setting, seeds, args.device)
-                field = fields[setting]
-                record = play(task, field, list(field.placers), models.arena, args)
-                record["predicted_compute_ms"] = field.predicted_ms
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                advance(task.name)
-                tick()
+    if not records:
+        head = {"settings": settings_of(args), "scale": asdict(models.scale)}
+        append(args.record, head | provenance(models.arena.device))
+    with progress_bar("test tasks", len(settings) * args.tasks, True, len(played)) as advance:
+        for index, setting in product(range(args.tasks), settings):
+            task = half.tasks(setting, index + 1)[index]
+            if task.name in played:
+                continue
+            if setting not in fields:
+                fields[setting] = PaperField(models, setting, seeds, args.device)
+            field = fields[setting]
+            record = play(task, field, list(field.placers), models.arena, args)
+            append(args.record, record | {"predicted_compute_ms": field.predicted_ms})
+            advance(task.name)
+            tick()
 
 
 def report(models: Models, settings: list[Setting], half: Half, seeds: range, args: argparse.Namespace) -> None:
@@ -257,22 +251,19 @@ def report(models: Models, settings: list[Setting], half: Half, seeds: range, ar
     }
     summary = {"commit": commit(), "errors": errors, "measured_rewards": taken, "training_seconds": seconds}
     args.record.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
-    output = Console()
-    console = output if output.is_terminal else Console(width=180)
-    print_results(records[1:], summary, settings, models.home, console, args.record.with_suffix(".png"))
+    chart = args.record.with_suffix(".png")
+    print_results(records[1:], summary, settings, models.home, wide_console(180), chart)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """Return the settings in which a record must agree to be continued."""
-    names = (
-        "seeds", *SEEDS, "home", "batch_size", "rounds", "device", "quick",
-    )  # fmt: skip
+    names = ("seeds", *SEEDS, "home", "batch_size", "rounds", "device", "quick")
     return {name: str(getattr(args, name)) for name in names}
 
 
 def read(args: argparse.Namespace) -> list[dict]:
     """Lines of the record; ends the program where they were made with other settings."""
-    records = [json.loads(line) for line in args.record.read_text().splitlines()] if args.record.exists() else []
+    records = lines_of(args.record)
     if records and records[0]["settings"] != settings_of(args):
         raise SystemExit(f"{args.record}: recorded with other settings: {records[0]['settings']}")
     return records

@@ -39,9 +39,8 @@ def planned(size: str, cost_source: str) -> dict[str, Any]:
     """One plan, in this process."""
     tables, ranks = map(int, size.split("x"))
     task = FullTask(size, lambda: random_tables(tables), ranks, 2048)
-    arguments = {"topology": task.topology(), "batch_size": task.batch_size, "constraints": task.constraints("all")}
-    model, start = task.model(), time.process_time()
-    planner = DreamShardPlanner(**arguments, stats=[], debug=False, exact_training=False, cost_source=cost_source)
+    model, given, start = task.model(), task.given(), time.process_time()
+    planner = DreamShardPlanner(**given, exact_training=False, cost_source=cost_source)
     planner.plan(model, get_default_sharders())
     report = planner.report()
     return {

@@ -112,7 +112,12 @@ def opened(path: Path) -> list[dict[str, Any]]:
     """Start a record with where it comes from, or continue it: return its lines."""
     if not path.exists():
         append(path, provenance(torch.device("cpu")))
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return lines_of(path)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON lines of a record; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def append(path: Path, line: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +15,12 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
-from dreamshard_planner.workload.pools import EMBARK_MODELS, meta_like, named_pool
+from dreamshard_planner.workload.pools import meta_like, named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 SETTINGS = {"all": (TW, CW, TWCW, RW, TWRW, DP), "no_dp": (TW, CW, TWCW, RW, TWRW)}
 """Sharding types of each setting: those that TorchRec's planner uses unasked, with and without data-parallel."""
 GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
-META = ((60, 8), (200, 8), (60, 64), (200, 64))
-RANDOM = ((50, 8), (200, 8), (200, 64), (800, 64))
-MERLIN = ("tiny", "small", "medium", "large")
-EMBARK_RANKS = {"t180": (8, 32, 128), "t200": (16, 32, 128), "t510": (16, 32, 128), "t7": (64, 128)}
-"""From as many as hold their weights."""
 
 
 def meta_collection(tables: Iterable[Table]) -> EmbeddingBagCollection:
@@ -63,7 +59,7 @@ class FullTask:
     name: str
     make: Callable[[], list[Table]]
     ranks: int
-    batch_size: int = 8192
+    batch_size: int
 
     def model(self) -> nn.Module:
         """On the meta device: planning reads shapes only."""
@@ -81,6 +77,11 @@ class FullTask:
             for table in self.make()
         }
 
+    def given(self) -> dict[str, Any]:
+        """Return arguments of any planner, for all sharding types that TorchRec's uses unasked."""
+        given = {"topology": self.topology(), "batch_size": self.batch_size, "constraints": self.constraints("all")}
+        return {**given, "stats": [], "debug": False}
+
     def topology(self) -> Topology:
         """Hosts of eight GPUs."""
         return Topology(
@@ -88,19 +89,14 @@ class FullTask:
         )
 
 
-def tasks() -> dict[str, FullTask]:
-    """All of them, small ones first."""
-    made = [FullTask("mlperf x 8", lambda: named_pool("mlperf_dlrm_dcnv2"), 8)]
-    made += [FullTask(f"meta {n} x {ranks}", lambda n=n: meta_like(num_tables=n), ranks) for n, ranks in META]
-    made += [FullTask(f"random {n} x {ranks}", lambda n=n: random_tables(n), ranks, 2048) for n, ranks in RANDOM]
-    made += [
-        FullTask(f"merlin {model} x {ranks}", lambda model=model: named_pool(f"merlin_{model}"), ranks)
-        for model in MERLIN
-        for ranks in (8, 16, 64, 128)
-    ]
-    made += [
-        FullTask(f"embark {model} x {ranks}", lambda model=model: named_pool(f"embark_{model}"), ranks)
-        for model in EMBARK_MODELS
-        for ranks in EMBARK_RANKS[model]
-    ]
-    return {task.name: task for task in sorted(made, key=lambda task: len(task.make()) * task.ranks)}
+def named_task(name: str) -> FullTask:
+    """Return a task such as ``mlperf x 8``, ``meta 60 x 64``, ``random 50 x 8`` or ``merlin tiny x 16``."""
+    model, _, ranks = name.partition(" x ")
+    family, _, size = model.partition(" ")
+    make = {
+        "mlperf": lambda: named_pool("mlperf_dlrm_dcnv2"),
+        "meta": lambda: meta_like(num_tables=int(size)),
+        "random": lambda: random_tables(int(size)),
+        "merlin": lambda: named_pool(f"merlin_{size}"),
+    }[family]
+    return FullTask(name, make, int(ranks), 2048 if family == "random" else 8192)

@@ -57,26 +57,21 @@ class Config:
     report: str = option("", "write the report of dreamshard's plan with figures to this file, .html")
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
-        unknown = [kind for kind in self.kinds if kind not in SHARDING_TYPES]
-        if unknown or not self.kinds:
-            raise ValueError(f"sharding types must be some of {', '.join(SHARDING_TYPES)}; got {self.sharding_types!r}")
-        if self.size not in ("", *SIZES):
-            raise ValueError(f"size must be one of {', '.join(SIZES)}, got {self.size!r}")
-        chosen = self.names
-        if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(PLANNERS):
-            raise ValueError(f"planners must be some of {', '.join(PLANNERS)}, each once; got {self.planners!r}")
+        known = {"planners": PLANNERS, "sharding_types": SHARDING_TYPES, "optimizer": OPTIMIZERS, "size": ("", *SIZES)}
+        for name, names in known.items():
+            given = getattr(self, name)
+            if not {one.strip() for one in given.split(",")} <= set(names):
+                raise ValueError(f"{name} must be one of {', '.join(names)}, got {given!r}")
 
     @property
     def names(self) -> tuple[str, ...]:
         """The planners."""
-        return tuple(name.strip() for name in self.planners.split(",") if name.strip())
+        return tuple(dict.fromkeys(name.strip() for name in self.planners.split(",")))
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Sharding types that planners may use."""
-        return tuple(kind.strip() for kind in self.sharding_types.split(",") if kind.strip())
+        return tuple(kind.strip() for kind in self.sharding_types.split(","))
 
     def on(self, kind: str) -> Config:
         """Return these settings with the ones that are left to the device: ``cpu`` or ``cuda``."""

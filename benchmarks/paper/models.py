@@ -7,9 +7,10 @@ Shapes: N placements, D devices, X sets, S shards, R representation channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,23 +22,22 @@ from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig, FitConfig, fit_cost_network
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
-from dreamshard_planner.workload.features import PAPER_FEATURES
-from paper.networks import (
-    PaperCostConfig,
-    PaperCostNetwork,
-    PaperFit,
-    PaperFitConfig,
-    PaperPolicy,
-    PaperPolicyConfig,
-    RecurrentPolicy,
-    RecurrentPolicyConfig,
+from paper.networks import PaperCostNetwork, PaperFit, PaperPolicy, RecurrentPolicy
+from paper.placement_policy import AnyPolicy, played
+from paper.placement_reinforce import ReinforceConfig, train_policy
+from paper.training import (
+    Half,
+    Scale,
+    Setting,
+    Trained,
+    cost_of,
+    kept,
+    labelled_placements,
+    train_on_measured_rewards,
+    train_published,
 )
-from paper.placement_policy import AnyPolicy, greedy_plan
-from paper.placement_reinforce import train_policy
-from paper.training import Half, Published, Setting, Trained, cost_of, kept, train_on_measured_rewards, train_published
-from placements.contests import BYTES_PER_MS, Contest
-from placements.placers import rule_starts, searched
+from placements.contests import Contest
+from placements.placers import searched
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,14 @@ class Model:
     compute: ComputeCost
     policy: AnyPolicy | None
     """None for the policy that ships, which no setting trained."""
-    search: SearchConfig | None = None
+    searches: bool = False
 
     @torch.no_grad()
     def __call__(self, task: Contest) -> Tensor | None:
         """Device of each table, [S]; None at a dead end."""
         cost = cost_of(task, self.compute)
-        drafted = rolled_out(prior_policy(), cost) if self.policy is None else greedy_plan(self.policy, cost)
-        if self.search is None:
-            return drafted
-        return searched(cost, [*([] if drafted is None else [drafted]), *rule_starts(cost)], self.search)
+        drafted = rolled_out(prior_policy(), cost) if self.policy is None else played(self.policy, cost)
+        return searched(cost, drafted) if self.searches else drafted
 
 
 class WithoutCosts(PaperPolicy):
@@ -67,101 +65,25 @@ class WithoutCosts(PaperPolicy):
         return super().logits(torch.zeros_like(channels_XDO), legal_XD, load_XDR, shard_XR)
 
 
-class MoreFeatures(PaperCostNetwork):
-    """The published network with three features more: what kernels read from memory, and its logarithms."""
-
-    FEATURES = (*PAPER_FEATURES, "distinct_rows", "log2_distinct_rows", "log2_lookups")
-
-
-class MeanOfTables(PaperCostNetwork):
-    """The published network with another reduction over tables."""
-
-    def pool(self, sets: LabelledSets) -> Tensor:
-        """The mean over shards, [X, R]."""
-        return super().pool(sets) / sets.offsets_X1.diff().clamp_min(1)[:, None]
-
-
-class MaxOfTables(PaperCostNetwork):
-    """The published network with another reduction over tables."""
-
-    def pool(self, sets: LabelledSets) -> Tensor:
-        """The maximum over shards, [X, R]; zero of none."""
-        representation_SR = self.encode(sets.features_SF)[:, 1:]
-        index_SR = sets.set_S[:, None].expand_as(representation_SR)
-        zeros_XR = representation_SR.new_zeros(len(sets), representation_SR.shape[1])
-        return zeros_XR.scatter_reduce(0, index_SR, representation_SR, "amax", include_self=False)
-
-
-class SumOfDevices(PaperCostNetwork):
-    """The published network with another reduction over devices."""
-
-    def pool_devices(self, pooled_BDR: Tensor) -> Tensor:
-        """The sum over devices, [B, R]."""
-        return pooled_BDR.sum(-2)
-
-
-class MeanOfDevices(PaperCostNetwork):
-    """The published network with another reduction over devices."""
-
-    def pool_devices(self, pooled_BDR: Tensor) -> Tensor:
-        """The mean over devices, [B, R]."""
-        return pooled_BDR.mean(-2)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One way to fit the published network to the same placements."""
-
-    network: type[PaperCostNetwork] = PaperCostNetwork
-    loss: str = "mean"
-    composed: bool = False
-    """True if placements are composed of random measured sets, not the measured ones."""
-
-
-FITS = {
-    "published": Fit(),
-    "squared milliseconds": Fit(loss="raw"),
-    "relative errors": Fit(loss="relative"),
-    "placements composed of measured sets": Fit(composed=True),
-    "composed, relative": Fit(loss="relative", composed=True),
-    "three more features": Fit(MoreFeatures),
-    "mean over tables": Fit(MeanOfTables),
-    "maximum over tables": Fit(MaxOfTables),
-    "sum over devices": Fit(SumOfDevices),
-    "mean over devices": Fit(MeanOfDevices),
+FITS: dict[str, dict[str, Any]] = {
+    "published": {},
+    "squared milliseconds": {"loss": "raw"},
+    "relative errors": {"loss": "relative"},
+    "placements composed of measured sets": {"composed": True},
+    "composed, relative": {"loss": "relative", "composed": True},
+    "three more features": {"more_features": ("distinct_rows", "log2_distinct_rows", "log2_lookups")},
+    "mean over tables": {"over_tables": "mean"},
+    "maximum over tables": {"over_tables": "amax"},
+    "sum over devices": {"over_devices": "sum"},
+    "mean over devices": {"over_devices": "mean"},
 }
+"""Ways to fit the published network to the same placements: its arguments, those of the fit, and whether placements are
+composed of random measured sets."""
 LOOKS = (20, 50, 100)
 """Updates on measured rewards after which the policy is kept."""
 LONGER = 5
 """Times the published episodes, where a policy is trained for longer."""
 MEASURED_REWARDS = "measured_rewards"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """Size of the experiment; the defaults are the whole one."""
-
-    train_tasks: int = 50
-    iterations: int = 10
-    converged: int = 40
-    """Iterations that convergence takes."""
-    prefixes: tuple[int, ...] = (10, 30, 100)
-    """Measured placements, the first ones of the converged training, of the learning curve."""
-    fit_updates: int = 300
-    policy_updates: int = 10
-    """Both in each iteration."""
-    repeats: int = 2
-    """Timed runs of each set in training."""
-    epochs: int = 120
-    """Epochs of our cost network."""
-    measured_seeds: int = 3
-    """Trainings that measure placements of their own; the others learn from those of the first."""
-    away_seeds: int = 3
-    """Trainings in settings other than home."""
-    converged_seeds: int = 3
-    """Number of these that go on until convergence."""
-    ablation_seeds: int = 3
-    """Trainings in which more is learned than what stands in the table of results."""
 
 
 class Models:
@@ -176,17 +98,9 @@ class Models:
         self.model = lru_cache(maxsize=None)(self._model)
 
     def _published(self, setting: Setting, seed: int, iterations: int) -> Trained:
-        config = Published(
-            iterations=iterations,
-            fit_updates=self.scale.fit_updates,
-            policy_updates=self.scale.policy_updates,
-            seed=seed,
-        )
-        folder, scale = self._of(setting, seed) / f"published-{iterations}", self.scale
-        measured = None if seed < scale.measured_seeds else self.published(setting, 0, iterations)
-        return train_published(
-            config, self.half, self._tasks(setting), folder, self.arena, scale.repeats, self._tick, measured
-        )
+        measured = None if seed < self.scale.measured_seeds else self.published(setting, 0, iterations)
+        folder, tasks = self._of(setting, seed) / f"published-{iterations}", self._tasks(setting)
+        return train_published(self.scale, iterations, seed, self.half, tasks, folder, self.arena, self._tick, measured)
 
     def _of(self, setting: Setting, seed: int) -> Path:
         return self.folder / f"{setting}-{seed}"
@@ -195,35 +109,31 @@ class Models:
         """True if all that this kind learns from is measured."""
         if kind.startswith(MEASURED_REWARDS):
             return (self._of(setting, seed) / f"{MEASURED_REWARDS}-{self.looks[-1]}.safetensors").exists()
-        of_converged = kind == "converged" or "@" in kind
-        iterations = self.scale.converged if of_converged else self.scale.iterations
+        iterations = self._iterations(kind == "converged" or "@" in kind)
         measured = seed if seed < self.scale.measured_seeds else 0
         return (self._of(setting, measured) / f"published-{iterations}" / "placements.json").exists()
 
     def _model(self, kind: str, setting: Setting, seed: int) -> Model:
         """By kind: see :meth:`kinds`; ``published@30`` is of the first 30 placements of the converged training."""
-        scale, (name, _, count) = self.scale, kind.partition("@")
-        if name == "published" and not count:
-            trained = self.published(setting, seed, scale.iterations)
-            return Model(trained.network, trained.policy)
-        if name == "converged":
-            trained = self.published(setting, seed, scale.converged)
-            return Model(trained.network, trained.policy)
+        name, _, count = kind.partition("@")
         if name == MEASURED_REWARDS:
             return self._measured_rewards(setting, seed)[int(count)]
-        if name == "published":
+        if name == "published" and count:
             network = self.fitted("published", setting, seed, int(count))
             return Model(network, self._policy("paper", network, setting, seed, f"published-of-{count}"))
-        network = self.ours(setting, seed, int(count or 0)) if name.startswith("default") else None
         if name in ("default", "default_policy", "default_cost"):
+            network = self.ours(setting, seed, int(count or 0))
             if name == "default_cost":
                 return Model(network, self._policy("paper", network, setting, seed, "paper-on-default"))
-            return Model(network, None, DEFAULT_SEARCH if name == "default" else None)
-        trained = self.published(setting, seed, scale.iterations)
-        if name == "published_search":
-            return Model(trained.network, trained.policy, DEFAULT_SEARCH)
+            return Model(network, None, name == "default")
+        trained = self.published(setting, seed, self._iterations(name == "converged"))
+        if name in ("published", "converged", "published_search"):
+            return Model(trained.network, trained.policy, name == "published_search")
         made = {"autoshard": "recurrent", "without_costs": "without_costs", "longer_policy": "longer"}[name]
         return Model(trained.network, self._policy(made, trained.network, setting, seed, f"{made}-on-published"))
+
+    def _iterations(self, converged: object) -> int:
+        return self.scale.converged if converged else self.scale.iterations
 
     def kinds(self, setting: Setting, seed: int) -> tuple[str, ...]:
         """Return the models that are trained in a setting; more at home."""
@@ -249,29 +159,24 @@ class Models:
     def fitted(self, fit: str, setting: Setting, seed: int, count: int | None = None) -> PaperCostNetwork:
         """The published network, fitted in one of the ways of :data:`FITS` to the placements of the training as
         published, or to the first ``count`` of the converged one."""
-        chosen, scale = FITS[fit], self.scale
-        iterations = scale.converged if count else scale.iterations
+        ways, updates = dict(FITS[fit]), self.scale.iterations * self.scale.fit_updates
+        composed, loss = ways.pop("composed", False), ways.pop("loss", "mean")
         path = self._of(setting, seed) / f"fit-{fit.replace(' ', '-')}-{count or 'all'}.safetensors"
 
         def make(network: PaperCostNetwork) -> None:
-            sets, index_ND = self.published(setting, seed, iterations).measured(self.half, count)
-            updates = scale.iterations * scale.fit_updates
-            config = PaperFitConfig(
-                updates=updates, devices=setting.devices, bytes_per_ms=BYTES_PER_MS, loss=chosen.loss, seed=seed
-            )
-            placements_ND = None if chosen.composed else index_ND
-            PaperFit(config, self.half.features_SF, network).descend(sets, updates, placements_ND)
+            sets, index_ND = self._measured(setting, seed, count)
+            fit = PaperFit(setting.devices, updates, self.half.features_SF, seed, network, loss)
+            fit.descend(sets, updates, None if composed else index_ND)
 
-        return kept(path, chosen.network(PaperCostConfig(), seed), make).requires_grad_(False)
+        return kept(path, PaperCostNetwork(seed, **ways), make).requires_grad_(False)
 
     def ours(self, setting: Setting, seed: int, count: int = 0) -> CostNetwork:
         """Our cost network, fitted to the same."""
         network, config = CostNetwork(CostNetworkConfig(), seed), FitConfig(epochs=self.scale.epochs, seed=seed)
 
         def make(network: CostNetwork) -> None:
-            network.load_state_dict(
-                fit_cost_network(self.sets(setting, seed, count), network.config, config).state_dict()
-            )
+            fitted = fit_cost_network(self.sets(setting, seed, count), network.config, config)
+            network.load_state_dict(fitted.state_dict())
 
         kept(self._of(setting, seed) / f"default-{count or 'all'}.safetensors", network, make)
         return network.requires_grad_(False)
@@ -283,20 +188,18 @@ class Models:
     def sets(self, setting: Setting, seed: int, count: int = 0) -> LabelledSets:
         """Measured sets of the training as published, or of the first ``count`` placements of the converged one; none
         is empty."""
-        trained = self.published(setting, seed, self.scale.converged if count else self.scale.iterations)
-        sets, _ = trained.measured(self.half, count or None)
+        sets, _ = self._measured(setting, seed, count)
         return sets.select(torch.arange(len(sets) - 1))
+
+    def _measured(self, setting: Setting, seed: int, count: int | None) -> tuple[LabelledSets, Tensor]:
+        trained = self.published(setting, seed, self._iterations(count))
+        return labelled_placements(self.half, trained.placements[: count or None], trained.dataset)
 
     def _policy(self, made: str, compute: ComputeCost, setting: Setting, seed: int, name: str) -> AnyPolicy:
         """A policy trained on the estimated MDP of ``compute``, for as many episodes as published, or for longer."""
         updates = self.scale.iterations * self.scale.policy_updates * (LONGER if made == "longer" else 1)
-        published = replace(Published().reinforce, updates=updates, seed=seed)
-        policy, config = {
-            "paper": lambda: (PaperPolicy(PaperPolicyConfig(), seed), published),
-            "longer": lambda: (PaperPolicy(PaperPolicyConfig(), seed), published),
-            "without_costs": lambda: (WithoutCosts(PaperPolicyConfig(), seed), published),
-            "recurrent": lambda: (RecurrentPolicy(RecurrentPolicyConfig(), seed), published),
-        }[made]()
+        config = ReinforceConfig(updates=updates, seed=seed)
+        policy = {"without_costs": WithoutCosts, "recurrent": RecurrentPolicy}.get(made, PaperPolicy)(seed)
 
         def make(policy: AnyPolicy) -> None:
             policy.initialize(self.half.features_SF)
@@ -308,23 +211,20 @@ class Models:
         """Policies after some updates on measured rewards; the state's costs are those of the published network."""
         network = self.published(setting, seed, self.scale.iterations).network
         paths = {look: self._of(setting, seed) / f"{MEASURED_REWARDS}-{look}.safetensors" for look in self.looks}
-        policy = PaperPolicy(PaperPolicyConfig(), seed)
+        policy = PaperPolicy(seed)
         if not all(path.exists() for path in paths.values()):
             policy.initialize(self.half.features_SF)
-            updates = self.scale.iterations * self.scale.policy_updates
-            config = replace(Published().reinforce, updates=updates, seed=seed)
+            config = ReinforceConfig(updates=self.scale.iterations * self.scale.policy_updates, seed=seed)
 
-            def on_look(look: int, taken: dict[str, float]) -> None:
-                paths[look].unlink(missing_ok=True)
-                kept(paths[look], policy, lambda _: None)
-                paths[look].with_suffix(".txt").write_text(f"{taken['placements']} {taken['minutes']:.2f}\n")
+            def on_update(update: int, placements: int, minutes: float) -> None:
+                self._tick()
+                if update in paths:
+                    paths[update].unlink(missing_ok=True)
+                    kept(paths[update], policy, lambda _: None)
+                    paths[update].with_suffix(".txt").write_text(f"{placements} {minutes:.2f}\n")
 
-            tasks = self._tasks(setting)
-            train_on_measured_rewards(policy, network, tasks, self.arena, config, self.looks, on_look, self._tick)
-        return {
-            look: Model(network, kept(path, PaperPolicy(PaperPolicyConfig(), seed), _missing))
-            for look, path in paths.items()
-        }
+            train_on_measured_rewards(policy, network, self._tasks(setting), self.arena, config, on_update)
+        return {look: Model(network, kept(path, PaperPolicy(seed), _missing)) for look, path in paths.items()}
 
     def rewards_taken(self, seed: int, look: int) -> tuple[int, float]:
         """Measured placements and minutes until that look."""

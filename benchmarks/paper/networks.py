@@ -15,8 +15,7 @@ R = 32 representation channels, H = 1 + R latent channels, F features; those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -28,65 +27,44 @@ from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, 
 from dreamshard_planner.workload.tables import OUTPUT_BYTES
 from paper.placement_mdp import OBSERVATION_INDEX
 from paper.placement_policy import AnyPolicy
-from paper.placement_reinforce import ReinforceConfig
+from placements.contests import BYTES_PER_MS
 
 MIN_SHARE = 1e-3
-LOSSES = ("mean", "raw", "relative")
 HEADS = ("forward_compute", "backward_compute", "communication", "overall")
+TABLE_HIDDEN, REPRESENTATION, HEAD_HIDDEN = 128, 32, 64
+BATCH_PLACEMENTS, LEARNING_RATE = 64, 5e-4
+"""Placements of a batch, and rate, of the published fit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaperCostConfig:
-    """Published sizes and hyper-parameters (see the paper's appendix)."""
-
-    table_hidden: int = 128
-    representation: int = 32
-    head_hidden: int = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaperFitConfig:
-    """The published training: ten iterations of 300 updates of 64 placements, Adam at 5e-4."""
-
-    updates: int = 3000
-    batch_placements: int = 64
-    learning_rate: float = 5e-4
-    devices: int = 4
-    """Devices of the placements composed from measured sets."""
-    bytes_per_ms: float = 1e7
-    """All-to-all bandwidth in their labels."""
-    loss: str = "mean"
-    """Scale of squared errors: the ``mean`` of the target, nothing (``raw``, as published), or each target
-    itself (``relative``)."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+def perceptron(*widths: int) -> nn.Sequential:
+    """Return linear layers with ReLU between them."""
+    layers = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
 
 
 class PublishedTables(nn.Module):
     """The part that all published networks share: tables represented by an MLP of the 21 features."""
 
-    FEATURES = PAPER_FEATURES
     feature_mean: Tensor
     feature_scale: Tensor
 
-    def __init__(self, hidden: int, representation: int) -> None:
+    def __init__(self, more_features: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.table = nn.Sequential(nn.Linear(len(self.FEATURES), hidden), nn.ReLU(), nn.Linear(hidden, representation))
-        self.register_buffer("feature_mean", torch.zeros(len(self.FEATURES)))
-        self.register_buffer("feature_scale", torch.ones(len(self.FEATURES)))
+        self._columns = columns((*PAPER_FEATURES, *more_features))
+        count = len(PAPER_FEATURES) + len(more_features)
+        self.table = perceptron(count, TABLE_HIDDEN, REPRESENTATION)
+        self.register_buffer("feature_mean", torch.zeros(count))
+        self.register_buffer("feature_scale", torch.ones(count))
 
     def initialize(self, features_SF: Tensor) -> None:
         """Fit the feature scaler to the shards of the training tables, [S, F]."""
-        mean_F, scale_F = scaling(features_SF[:, columns(self.FEATURES)])
+        mean_F, scale_F = scaling(features_SF[:, self._columns])
         self.feature_mean.copy_(mean_F)
         self.feature_scale.copy_(scale_F)
 
     def represent(self, features_XF: Tensor) -> Tensor:
         """Representations of shards, [..., R]."""
-        return self.table((features_XF[..., columns(self.FEATURES)] - self.feature_mean) / self.feature_scale)
+        return self.table((features_XF[..., self._columns] - self.feature_mean) / self.feature_scale)
 
 
 class PaperCostNetwork(PublishedTables, ComputeCost):
@@ -94,18 +72,14 @@ class PaperCostNetwork(PublishedTables, ComputeCost):
 
     target_ms: Tensor
 
-    def __init__(self, config: PaperCostConfig, seed: int = 0) -> None:
+    def __init__(
+        self, seed: int = 0, more_features: tuple[str, ...] = (), over_tables: str = "sum", over_devices: str = "amax"
+    ) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            super().__init__(config.table_hidden, config.representation)
-            representation, hidden = config.representation, config.head_hidden
-            self.heads = nn.ModuleDict(
-                {
-                    name: nn.Sequential(nn.Linear(representation, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-                    for name in HEADS
-                }
-            )
-        self.config = config
+            super().__init__(more_features)
+            self.heads = nn.ModuleDict({name: perceptron(REPRESENTATION, HEAD_HIDDEN, 1) for name in HEADS})
+        self._over_tables, self._over_devices = over_tables, over_devices
         self.source = CostSource("network", "not trained")
         self.register_buffer("target_ms", torch.ones(4))
         self.eval()
@@ -126,12 +100,17 @@ class PaperCostNetwork(PublishedTables, ComputeCost):
         return torch.where(latent_XH[..., :1] > 0.5, cost_X2, 0.0).to(latent_XH.dtype)
 
     def pool(self, sets: LabelledSets) -> Tensor:
-        """Representations of sets, [X, R]: the sum over their shards."""
-        return sets.sum(self.represent(sets.features_SF))
+        """Representations of sets, [X, R]: as published, the sum over their shards; zero of none."""
+        representation_SR = self.represent(sets.features_SF)
+        if self._over_tables == "sum":
+            return sets.sum(representation_SR)
+        index_SR = sets.set_S[:, None].expand_as(representation_SR)
+        zeros_XR = representation_SR.new_zeros(len(sets), REPRESENTATION)
+        return zeros_XR.scatter_reduce(0, index_SR, representation_SR, self._over_tables, include_self=False)
 
     def pool_devices(self, pooled_BDR: Tensor) -> Tensor:
-        """Representations of placements, [B, R]: the maximum over their devices."""
-        return pooled_BDR.amax(-2)
+        """Representations of placements, [B, R]: as published, the maximum over their devices."""
+        return getattr(pooled_BDR, self._over_devices)(-2)
 
     def reward_ms(self, latent_XDGH: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
         """Predicted overall cost of placements, [...], by the head that has learned it."""
@@ -142,48 +121,42 @@ class PaperFit:
     """The published fit, piece by piece: between pieces more placements may be measured.
 
     Args:
-        config: settings; the rate falls to zero over ``config.updates`` in all.
+        devices: of the placements.
+        updates: in all; the rate falls to zero over them.
         features_SF: of the training tables, [S, F]; what the inputs are normalised with.
-        network: to be trained; a new one by default.
+        seed: of batches.
+        network: to be trained.
+        loss: scale of squared errors: the ``mean`` of the target, nothing (``raw``, as published), or each target
+            itself (``relative``).
     """
 
-    def __init__(self, config: PaperFitConfig, features_SF: Tensor, network: PaperCostNetwork | None = None) -> None:
-        self.config = config
-        self.network = network or PaperCostNetwork(PaperCostConfig(), seed=config.seed)
+    def __init__(
+        self, devices: int, updates: int, features_SF: Tensor, seed: int, network: PaperCostNetwork, loss: str = "mean"
+    ) -> None:
+        self.network, self._devices, self._loss = network, devices, loss
         self.network.initialize(features_SF)
-        self._collectives = CollectiveModel(config.devices, config.bytes_per_ms)
-        self._generator = torch.Generator().manual_seed(config.seed)
-        self._optimizer = torch.optim.Adam(self.network.parameters(), lr=config.learning_rate)
-        self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, 0.0, total_iters=config.updates)
+        self._collectives = CollectiveModel(devices, BYTES_PER_MS)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._optimizer = torch.optim.Adam(self.network.parameters(), lr=LEARNING_RATE)
+        self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, 0.0, total_iters=updates)
         self._fresh = True
 
-    def descend(
-        self,
-        train: LabelledSets,
-        updates: int,
-        placements_ND: Tensor | None = None,
-        on_update: Callable[[int, float], None] | None = None,
-    ) -> PaperCostNetwork:
-        """So many updates.
+    def descend(self, train: LabelledSets, updates: int, placements_ND: Tensor | None) -> None:
+        """So many updates, after which the network is ready to use.
 
         Args:
             train: measured sets; one without shards stands for a device that nothing was placed on.
             updates: of one batch each.
             placements_ND: measured placements as sets of ``train``, int64; None: composed of random sets.
-            on_update: called with the update and its loss.
-
-        Returns:
-            The network, ready to use.
         """
-        config, network = self.config, self.network
-        bytes_X = sent_bytes(train, config.devices)
-        if self._fresh and config.loss != "raw":
+        network, bytes_X = self.network, sent_bytes(train, self._devices)
+        if self._fresh and self._loss != "raw":
             targets = placement_labels(train, self._draw(train, placements_ND, 4096), bytes_X, self._collectives)
             network.target_ms.copy_(torch.stack([target.mean() for target in targets]))
         self._fresh = False
         network.train()
-        for update in range(updates):
-            index_BD = self._draw(train, placements_ND, config.batch_placements)
+        for _ in range(updates):
+            index_BD = self._draw(train, placements_ND, BATCH_PLACEMENTS)
             sets = train.select(index_BD.flatten())
             pooled_BDR = network.pool(sets).view(*index_BD.shape, -1)
             targets = placement_labels(train, index_BD, bytes_X, self._collectives)
@@ -195,24 +168,21 @@ class PaperFit:
                 ((prediction - target) / self._scale(target, mean)).square().mean()
                 for prediction, target, mean in zip(predictions, targets, network.target_ms, strict=True)
             )
-            loss = sum(errors, torch.zeros(()))
             self._optimizer.zero_grad()
-            loss.backward()
+            sum(errors, torch.zeros(())).backward()
             self._optimizer.step()
             self._schedule.step()
-            if on_update is not None:
-                on_update(update, loss.item())
-        return network.eval()
+        network.eval()
 
     def _draw(self, train: LabelledSets, placements_ND: Tensor | None, count: int) -> Tensor:
         """Placements as sets, [count, D]."""
         if placements_ND is None:
-            return torch.randint(len(train), (count, self.config.devices), generator=self._generator)
+            return torch.randint(len(train), (count, self._devices), generator=self._generator)
         return placements_ND[torch.randint(len(placements_ND), (count,), generator=self._generator)]
 
     def _scale(self, target: Tensor, mean: Tensor) -> Tensor:
         """Return the scale by which an error is divided."""
-        return target.clamp_min(MIN_SHARE * mean) if self.config.loss == "relative" else mean
+        return target.clamp_min(MIN_SHARE * mean) if self._loss == "relative" else mean
 
 
 def sent_bytes(sets: LabelledSets, devices: int) -> Tensor:
@@ -232,15 +202,6 @@ def placement_labels(
     return cost_BD2[..., 0], cost_BD2[..., 1], sent_BD.float(), overall_B.float()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaperPolicyConfig:
-    """Published sizes of the paper's policy network."""
-
-    table_hidden: int = 128
-    representation: int = 32
-    cost_hidden: int = 32
-
-
 class PaperPolicy(PublishedTables, AnyPolicy):
     """The DreamShard paper's policy network (section 3.3), for ablation.
 
@@ -249,15 +210,12 @@ class PaperPolicy(PublishedTables, AnyPolicy):
     device, and the sum is scaled by devices over shards, so that one network serves tasks of any size.
     """
 
-    def __init__(self, config: PaperPolicyConfig, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            super().__init__(config.table_hidden, config.representation)
-            self.costs = nn.Sequential(
-                nn.Linear(3, config.cost_hidden), nn.ReLU(), nn.Linear(config.cost_hidden, config.representation)
-            )
-            self.score = nn.Linear(2 * config.representation, 1)
-        self.config = config
+            super().__init__()
+            self.costs = perceptron(3, 32, REPRESENTATION)
+            self.score = nn.Linear(2 * REPRESENTATION, 1)
         self.eval()
 
     def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
@@ -272,15 +230,6 @@ OBSERVED = tuple(OBSERVATION_INDEX[name] for name in ("forward", "backward", "fr
 """AutoShard balances computation alone: no communication."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecurrentPolicyConfig:
-    """Published sizes."""
-
-    table_hidden: int = 128
-    representation: int = 32
-    core_layers: int = 2
-
-
 class RecurrentPolicy(PublishedTables, AnyPolicy):
     """AutoShard's policy (Zha et al., KDD 2022, arXiv 2208.06399), a rival for comparison: an LSTM remembers the tables
     placed so far; a device is scored from that, from its own tables, and from both.
@@ -291,37 +240,26 @@ class RecurrentPolicy(PublishedTables, AnyPolicy):
     shards, so that one network serves tasks of any size.
     """
 
-    def __init__(self, config: RecurrentPolicyConfig, seed: int = 0) -> None:
-        width = 2 * config.representation
+    def __init__(self, seed: int = 0) -> None:
+        width = 2 * REPRESENTATION
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            super().__init__(config.table_hidden, config.representation)
-            self.core = nn.LSTM(config.representation, width, config.core_layers, batch_first=True)
-            self.costs = nn.Linear(len(OBSERVED), config.representation)
-            self.score = nn.Sequential(
-                nn.Linear(3 * width, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(),
-                nn.Linear(64, 1),
-            )  # fmt: skip
-        self.config = config
+            super().__init__()
+            self.core = nn.LSTM(REPRESENTATION, width, num_layers=2)
+            self.costs = nn.Linear(len(OBSERVED), REPRESENTATION)
+            self.score = perceptron(3 * width, 128, 128, 64, 1)
         self.eval()
 
-    def represent(self, features_TSF: Tensor) -> Tensor:
-        """Representations of shards in the order in which they are placed, [T, S, R + C]: of the table, and of the
+    def represent(self, features_SF: Tensor) -> Tensor:
+        """Representations of tables in the order in which they are placed, [S, R + C]: of the table, and of the
         sequence up to it."""
-        table_TSR = super().represent(features_TSF)
-        return torch.cat([table_TSR, self.core(table_TSR)[0]], dim=-1)
+        table_SR = super().represent(features_SF)
+        return torch.cat([table_SR, self.core(table_SR)[0]], dim=-1)
 
     def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
         """Scores of devices, [..., D], minus infinity where illegal; arguments as in ``AnyPolicy.logits``."""
-        representation = self.config.representation
         costs_XDR = torch.relu(self.costs(channels_XDO[..., OBSERVED]))
-        device_XDC = torch.cat([load_XDR[..., :representation], costs_XDR], dim=-1)
-        core_XDC = shard_XR[..., None, representation:].expand_as(device_XDC)
+        device_XDC = torch.cat([load_XDR[..., :REPRESENTATION], costs_XDR], dim=-1)
+        core_XDC = shard_XR[..., None, REPRESENTATION:].expand_as(device_XDC)
         logit_XD = self.score(torch.cat([core_XDC, device_XDC, core_XDC * device_XDC], dim=-1))[..., 0]
         return logit_XD.masked_fill(~legal_XD, -torch.inf)
-
-
-PAPER_REINFORCE = ReinforceConfig(
-    updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001
-)
-"""Ten iterations of ten updates of ten episodes of one task, as published."""

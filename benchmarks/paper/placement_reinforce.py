@@ -1,92 +1,64 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """REINFORCE on the estimated MDP: a batch baseline per task, an entropy term, no hardware.
 
-Shapes: T tasks, E episodes, K episodes per task, S steps.
+Shapes: E episodes, S steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from dreamshard_planner.cost.problem import Cost
-from paper.placement_mdp import TaskBatch
-from paper.placement_policy import AnyPolicy, roll_out, score_rollout
+from dreamshard_planner.policy.reinforce import advantages
+from paper.placement_policy import AnyPolicy, roll_out, scored
+
+EPISODES = 10
+"""Sampled episodes of an update, all of one task; their mean is the baseline."""
+INFEASIBLE_FACTOR = 1.5
+"""An infeasible episode counts as this many times the task's worst feasible one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforceConfig:
-    """Settings of a policy's training."""
+    """Settings of a policy's training; published ones by default: ten iterations of ten updates."""
 
-    updates: int = 500
-    """Gradient steps."""
-    tasks_per_update: int = 6
-    """Tasks drawn for one step; they are played side by side."""
-    episodes_per_task: int = 12
-    """Sampled episodes per task; their mean is the baseline."""
-    learning_rate: float = 3e-3
+    updates: int = 100
+    learning_rate: float = 5e-4
     """Initial rate of Adam; falls linearly to zero."""
-    entropy_weight: float = 0.003
-    """Weight of the entropy bonus; falls linearly to zero."""
-    infeasible_factor: float = 1.5
-    """An infeasible episode counts as this many times the task's worst feasible one."""
+    entropy_weight: float = 0.001
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.updates, self.tasks_per_update) < 1 or self.episodes_per_task < 2 or self.learning_rate <= 0:
-            raise ValueError(f"updates, tasks and rate must be positive, episodes at least 2, got {asdict(self)}")
-
-
-def advantages(cost_E: Tensor, episodes_per_task: int, infeasible_factor: float) -> Tensor:
-    """Standardised advantages [E] of episodes: how much cheaper than the other episodes of the same task.
-
-    Infeasible episodes (infinite cost) count as ``infeasible_factor`` times the worst feasible one; a task
-    without any feasible episode teaches nothing.
-    """
-    cost_TK = cost_E.view(-1, episodes_per_task)
-    finite_TK = cost_TK.isfinite()
-    worst_T1 = cost_TK.masked_fill(~finite_TK, 0.0).amax(-1, keepdim=True)
-    cost_TK = torch.where(finite_TK, cost_TK, worst_T1 * infeasible_factor)
-    centred_TK = cost_TK.mean(-1, keepdim=True) - cost_TK
-    return (centred_TK / (cost_TK.std(-1, keepdim=True) + 1e-6 * worst_T1 + 1e-12)).flatten()
 
 
 def train_policy(policy: AnyPolicy, costs: Sequence[Cost], config: ReinforceConfig) -> None:
-    """Train ``policy`` in place on tasks drawn from ``costs``."""
+    """Train ``policy`` in place on tasks drawn from ``costs``; the entropy's weight falls linearly to zero."""
     generator = torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
-    # Tasks of similar size share an update, so that padding stays cheap.
-    by_size = sorted(costs, key=lambda cost: cost.problem.num_parts)
-    tasks_per_update = min(config.tasks_per_update, len(costs))
     for update in range(config.updates):
+        cost = costs[int(torch.randint(len(costs), (1,), generator=generator))]
         remaining = 1 - update / config.updates
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * remaining
-        start = int(torch.randint(len(costs) - tasks_per_update + 1, (1,), generator=generator))
-        batch = TaskBatch.collate(by_size[start : start + tasks_per_update])
-        reinforce_update(policy, optimizer, batch, config, config.entropy_weight * remaining, generator)
+        reinforce_update(policy, optimizer, cost, config, generator, remaining, remaining)
 
 
 def reinforce_update(
     policy: AnyPolicy,
     optimizer: torch.optim.Optimizer,
-    tasks: TaskBatch,
+    cost: Cost,
     config: ReinforceConfig,
-    entropy_weight: float,
     generator: torch.Generator,
+    remaining: float,
+    entropy_share: float = 1.0,
 ) -> None:
-    """One REINFORCE step on all steps of all episodes of ``tasks``."""
-    rollout = roll_out(policy, tasks, config.episodes_per_task, generator, record=True)
-    environment = rollout.environment
-    advantage_E = advantages(environment.overall_ms(), config.episodes_per_task, config.infeasible_factor)
-    log_probability_SE, entropy_SE = score_rollout(policy, rollout)
-    step_mask_SE = tasks.step_mask_TS.T[:, environment.task_E]
-    # Each episode weighs the same, whatever the number of its shards.
-    weight_SE = step_mask_SE / step_mask_SE.sum(0).clamp_min(1)
-    loss_E = -((log_probability_SE * advantage_E + entropy_weight * entropy_SE) * weight_SE).sum(0)
+    """One step on sampled episodes of one task, at the ``remaining`` share of the rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = config.learning_rate * remaining
+    environment, *seen = roll_out(policy, cost, EPISODES, generator)
+    advantage_E = advantages(environment.overall_ms(), INFEASIBLE_FACTOR)
+    log_probability_SE, entropy_SE = scored(policy, cost, environment, *seen)
+    entropy_weight = config.entropy_weight * entropy_share
+    loss_E = -(log_probability_SE * advantage_E + entropy_weight * entropy_SE).mean(0)
     optimizer.zero_grad()
     loss_E.mean().backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

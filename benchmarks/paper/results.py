@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table as RichTable
 from scipy.stats import kendalltau
 from torch import Tensor
 
-from common.output import mean_interval
+from common.output import mean_interval, table_of
 from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.search.placing import HEURISTICS
@@ -77,45 +78,37 @@ def _predictors(models: Models, setting: Setting, seeds: Sequence[int]) -> list[
     home, found = models.home, []
     collectives = CollectiveModel(setting.devices, BYTES_PER_MS)
 
-    def published(network: PaperCostNetwork) -> Predict:
-        return lambda sets, index_ND: _published(network, sets, index_ND)
+    def published(network: PaperCostNetwork, sets: LabelledSets, index_ND: Tensor) -> tuple[Tensor, Tensor]:
+        pooled_XR = network.pool(sets)
+        sets_X2 = torch.stack([network.head_ms(name, pooled_XR) for name in HEADS[:2]], dim=-1)
+        return sets_X2, network.head_ms("overall", network.pool_devices(pooled_XR[index_ND]))
 
-    def formula(compute) -> Predict:  # noqa: ANN001
-        return lambda sets, index_ND: _formula(compute, sets, index_ND, collectives)
+    def formula(compute: ComputeCost, sets: LabelledSets, index_ND: Tensor) -> tuple[Tensor, Tensor]:
+        sets_X2 = predict_ms(compute, sets)
+        predicted = LabelledSets(sets.features_SF, sets.offsets_X1, sets_X2)
+        return sets_X2, placement_labels(predicted, index_ND, sent_bytes(sets, setting.devices), collectives)[-1]
+
+    def add(name: str, predict: Callable[..., tuple[Tensor, Tensor]], compute: ComputeCost) -> None:
+        found.append((name, seed, partial(predict, compute)))
 
     for seed in seeds:
-        found.append((f"converged<{home}", seed, published(models.model("converged", home, seed).compute)))
+        add(f"converged<{home}", published, models.model("converged", home, seed).compute)
         if seed in models.seeds(setting, seeds):
-            found += [
-                ("published", seed, published(models.model("published", setting, seed).compute)),
-                ("default", seed, formula(models.ours(setting, seed))),
-                ("linear", seed, formula(models.linear(setting, seed))),
-            ]
+            add("published", published, models.model("published", setting, seed).compute)
+            add("default", formula, models.ours(setting, seed))
+            add("linear", formula, models.linear(setting, seed))
             if setting != home and "converged" in models.kinds(setting, seed):
-                found.append(("converged", seed, published(models.model("converged", setting, seed).compute)))
+                add("converged", published, models.model("converged", setting, seed).compute)
         if setting != home:
-            found.append((f"default<{home}", seed, formula(models.ours(home, seed))))
+            add(f"default<{home}", formula, models.ours(home, seed))
         if seed >= models.scale.ablation_seeds:
             continue
-        found += [(f"fit: {fit}<{home}", seed, published(models.fitted(fit, home, seed))) for fit in FITS]
-        if setting == home:
-            for size in models.scale.prefixes:
-                found.append((f"published@{size}", seed, published(models.fitted("published", home, seed, size))))
-                found.append((f"default@{size}", seed, formula(models.ours(home, seed, size))))
+        for fit in FITS:
+            add(f"fit: {fit}<{home}", published, models.fitted(fit, home, seed))
+        for size in models.scale.prefixes if setting == home else ():
+            add(f"published@{size}", published, models.fitted("published", home, seed, size))
+            add(f"default@{size}", formula, models.ours(home, seed, size))
     return found
-
-
-def _published(network: PaperCostNetwork, sets: LabelledSets, index_ND: Tensor) -> tuple[Tensor, Tensor]:
-    pooled_XR = network.pool(sets)
-    sets_X2 = torch.stack([network.head_ms(name, pooled_XR) for name in HEADS[:2]], dim=-1)
-    return sets_X2, network.head_ms("overall", network.pool_devices(pooled_XR[index_ND]))
-
-
-def _formula(compute, sets: LabelledSets, index_ND: Tensor, collectives: CollectiveModel) -> tuple[Tensor, Tensor]:  # noqa: ANN001
-    sets_X2 = predict_ms(compute, sets)
-    predicted = LabelledSets(sets.features_SF, sets.offsets_X1, sets_X2)
-    bytes_X = sent_bytes(sets, collectives.world_size)
-    return sets_X2, placement_labels(predicted, index_ND, bytes_X, collectives)[-1]
 
 
 def _errors(
@@ -139,13 +132,13 @@ def _errors(
     }
 
 
-def by_kind(records: Sequence[dict], setting: str, key: str = "overall_ms") -> dict[str, np.ndarray]:
+def by_kind(records: Sequence[dict], setting: str) -> dict[str, np.ndarray]:
     """Measured milliseconds [seeds, tasks] of each row in one setting, NaN where infeasible."""
     chosen = [record for record in records if record["pool"] == setting]
     names = list(dict.fromkeys(name for r in chosen for name in [*r["compute_ms"], *r["infeasible"]]))
     kinds: dict[str, list[list[float]]] = {}
     for name in names:
-        kinds.setdefault(name.partition("#")[0], []).append([r[key].get(name, math.nan) for r in chosen])
+        kinds.setdefault(name.partition("#")[0], []).append([r["overall_ms"].get(name, math.nan) for r in chosen])
     return {kind: np.array(values) for kind, values in kinds.items()}
 
 
@@ -156,9 +149,7 @@ def strongest_rule(kinds: dict[str, np.ndarray]) -> str:
 
 def compared(kinds: dict[str, np.ndarray], kind: str, base: str) -> tuple[float, np.ndarray]:
     """Geometric mean over tasks of ``kind`` over ``base``, and its 95 % interval; seeds are averaged first."""
-    log_T = np.log(kinds[kind]).mean(0) - np.log(kinds[base]).mean(0)
-    log_T = log_T[np.isfinite(log_T)]
-    return float(np.exp(log_T.mean())), np.exp(mean_interval(log_T, np.random.default_rng(0)))
+    return pooled({"": kinds}, kind, base)
 
 
 def pooled(tables: dict[str, dict[str, np.ndarray]], kind: str, base: str | None = None) -> tuple[float, np.ndarray]:
@@ -192,12 +183,16 @@ def print_results(
     """Tables for people, and the chart."""
     tables = {str(setting): by_kind(records, str(setting)) for setting in settings}
     tables = {setting: kinds for setting, kinds in tables.items() if kinds}
+    every = dict.fromkeys(kind for kinds in tables.values() for kind in kinds)
     for title, cell in (
         ("overall ms: mean, standard deviation over seeds, speed-up over random", _mean_cell),
         ("over the task's strongest rule (by mean), 95 % interval over tasks", _ratio_cell),
     ):
-        _print(title, tables, cell, console)
-    for kind in dict.fromkeys(kind for kinds in tables.values() for kind in kinds if kind not in HEURISTICS):
+        table = table_of(title, "placer", *tables)
+        for kind in every:
+            table.add_row(kind, *(cell(kinds, kind) if kind in kinds else "" for kinds in tables.values()))
+        console.print(table)
+    for kind in (kind for kind in every if kind not in HEURISTICS):
         ratio, (low, high) = pooled(tables, kind)
         console.print(f"{kind} over the strongest rule, all settings that have it: {ratio:.3f} ({low:.3f}-{high:.3f})")
     for kind, base in PAIRS:
@@ -217,16 +212,6 @@ def print_results(
         draw(tables, summary["errors"], str(home), chart)
 
 
-def _print(title: str, tables: dict[str, dict[str, np.ndarray]], cell, console: Console) -> None:  # noqa: ANN001
-    table = RichTable(title=title)
-    table.add_column("placer")
-    for setting in tables:
-        table.add_column(setting, justify="right")
-    for kind in dict.fromkeys(kind for kinds in tables.values() for kind in kinds):
-        table.add_row(kind, *(cell(kinds, kind) if kind in kinds else "" for kinds in tables.values()))
-    console.print(table)
-
-
 def _mean_cell(kinds: dict[str, np.ndarray], kind: str) -> str:
     mean_K = np.nanmean(kinds[kind], axis=1)
     ratio = compared(kinds, "random", kind)[0] - 1
@@ -239,18 +224,14 @@ def _ratio_cell(kinds: dict[str, np.ndarray], kind: str) -> str:
 
 
 def _print_errors(errors: Sequence[dict[str, Any]], console: Console) -> None:
-    table = RichTable(title="cost networks on random placements of unseen tables, means over seeds")
-    for heading in ("setting", "cost", "forward", "backward", "tau of sets", "overall", "tau of placements"):
-        table.add_column(heading, justify="left" if heading in ("setting", "cost") else "right")
+    formats = {"forward": ".1%", "backward": ".1%", "tau": ".3f", "overall": ".1%", "overall_tau": ".3f"}
+    headings = ("forward", "backward", "tau of sets", "overall", "tau of placements")
+    table = table_of("cost networks on random placements of unseen tables, means over seeds", "cost", *headings)
     for key in dict.fromkeys((row["setting"], row["cost"]) for row in errors):
         same = [row for row in errors if (row["setting"], row["cost"]) == key]
-        mean = {
-            name: float(np.mean([row[name] for row in same])) for name in same[0] if name not in ("setting", "cost")
-        }
         table.add_row(
-            *key, f"{mean['forward']:.1%}", f"{mean['backward']:.1%}", f"{mean['tau']:.3f}", f"{mean['overall']:.1%}",
-            f"{mean['overall_tau']:.3f}",
-        )  # fmt: skip
+            ", ".join(key), *(f"{np.mean([row[name] for row in same]):{form}}" for name, form in formats.items())
+        )
     console.print(table)
 
 

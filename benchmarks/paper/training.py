@@ -30,10 +30,9 @@ from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
-from paper.networks import PAPER_REINFORCE, PaperCostNetwork, PaperFit, PaperFitConfig, PaperPolicy, PaperPolicyConfig
-from paper.placement_mdp import TaskBatch
-from paper.placement_policy import AnyPolicy, roll_out
-from paper.placement_reinforce import ReinforceConfig, reinforce_update
+from paper.networks import PaperCostNetwork, PaperFit, PaperPolicy
+from paper.placement_policy import AnyPolicy, played
+from paper.placement_reinforce import EPISODES, ReinforceConfig, reinforce_update
 from placements.contests import BYTES_PER_MS, Contest
 
 POOL = "meta_like_2021"
@@ -120,18 +119,32 @@ def halves(batch_size: int, dim: int = 16, weight_bytes: int = 4) -> tuple[Half,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published:
-    """Hyper-parameters of one training, the published ones by default."""
+class Scale:
+    """Size of the experiment; the defaults are the whole one."""
 
+    train_tasks: int = 50
     iterations: int = 10
     collected: int = 10
     """Placements measured in each."""
+    converged: int = 40
+    """Iterations that convergence takes."""
+    prefixes: tuple[int, ...] = (10, 30, 100)
+    """Measured placements, the first ones of the converged training, of the learning curve."""
     fit_updates: int = 300
-    """Updates of the cost network in each."""
     policy_updates: int = 10
-    """In each, of ten episodes of one task."""
-    reinforce: ReinforceConfig = PAPER_REINFORCE
-    seed: int = 0
+    """Both in each iteration."""
+    repeats: int = 2
+    """Timed runs of each set in training."""
+    epochs: int = 120
+    """Epochs of our cost network."""
+    measured_seeds: int = 3
+    """Trainings that measure placements of their own; the others learn from those of the first."""
+    away_seeds: int = 3
+    """Trainings in settings other than home."""
+    converged_seeds: int = 3
+    """Number of these that go on until convergence."""
+    ablation_seeds: int = 3
+    """Trainings in which more is learned than what stands in the table of results."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +159,6 @@ class Trained:
     """The sets of the placements that are not empty, in that order."""
     seconds: list[float]
     """Seconds of each iteration: measuring, fitting and improving."""
-
-    def measured(self, half: Half, placements: int | None = None) -> tuple[LabelledSets, Tensor]:
-        """The first so many placements to fit to: their sets, and the placements [N, D] as sets."""
-        return labelled_placements(half, self.placements[:placements], self.dataset)
 
 
 def labelled_placements(
@@ -193,12 +202,13 @@ def load_blocks(folder: Path) -> CostDataset:
 
 
 def train_published(
-    config: Published,
+    scale: Scale,
+    iterations: int,
+    seed: int,
     half: Half,
     tasks: Sequence[Contest],
     folder: Path,
     arena: Arena,
-    repeats: int,
     on_iteration: Callable[[], None],
     measured: Trained | None = None,
 ) -> Trained:
@@ -207,55 +217,44 @@ def train_published(
     With placements that another training ``measured``, nothing is collected, and only the networks are trained anew.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    devices = tasks[0].task.problem.num_ranks
-    fit_config = PaperFitConfig(
-        updates=config.iterations * config.fit_updates,
-        devices=devices,
-        bytes_per_ms=tasks[0].collectives.bytes_per_ms,
-        seed=config.seed,
-    )
-    fit = PaperFit(fit_config, half.features_SF)
-    network, policy = fit.network, PaperPolicy(PaperPolicyConfig(), config.seed)
-    policy.initialize(half.features_SF)
-    done = folder / "placements.json"
+    network, policy = PaperCostNetwork(seed), PaperPolicy(seed)
+    modules, done = {"network": network, "policy": policy}, folder / "placements.json"
     if done.exists():
-        network.load_state_dict(load_file(folder / "network.safetensors"))
-        policy.load_state_dict(load_file(folder / "policy.safetensors"))
-        dataset = CostDataset.load(folder / "dataset.npz")
-        record = json.loads(done.read_text())
-        network.eval().requires_grad_(False)
-        return Trained(network, policy, record["placements"], dataset, record["seconds"])
+        for name, module in modules.items():
+            module.load_state_dict(load_file(folder / f"{name}.safetensors"))
+        record, dataset = json.loads(done.read_text()), CostDataset.load(folder / "dataset.npz")
+        return Trained(network.requires_grad_(False), policy, record["placements"], dataset, record["seconds"])
 
-    generator = torch.Generator().manual_seed(config.seed)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=config.reinforce.learning_rate)
+    devices = tasks[0].task.problem.num_ranks
+    fit = PaperFit(devices, iterations * scale.fit_updates, half.features_SF, seed, network)
+    policy.initialize(half.features_SF)
+    generator, config = torch.Generator().manual_seed(seed), ReinforceConfig()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
     placements: list[list[list[str]]] = []
-    timed = (
-        folder / "seconds.json"
-    )  # of iterations that an earlier call ran; now they only repeat what needs no kernels
+    # Iterations that an earlier call ran only repeat what needs no kernels.
+    timed = folder / "seconds.json"
     seconds: list[float] = json.loads(timed.read_text()) if timed.exists() else []
-    for iteration in range(config.iterations):
+    for iteration in range(iterations):
         start = time.monotonic()
-        remaining = 1 - iteration / config.iterations
-        wanted = (iteration + 1) * config.collected
+        wanted = (iteration + 1) * scale.collected
         if measured is None:
             while len(placements) < wanted:
-                placement = sampled_placement(policy, network, _any(tasks, generator), generator)
-                if placement is not None:
-                    placements.append(placement)
-            dataset = measure_placements(half, placements, folder / "measured.blocks", arena, repeats, config.seed)
+                task = _any(tasks, generator)
+                if (plan := played(policy, cost_of(task, network), generator)) is not None:
+                    placements.append(named_placement(task, plan))
+            dataset = measure_placements(half, placements, folder / "measured.blocks", arena, scale.repeats, seed)
         else:
             placements, dataset = measured.placements[:wanted], measured.dataset
         train, index_ND = labelled_placements(half, placements, dataset)
-        fit.descend(train, config.fit_updates, index_ND)
-        for group in optimizer.param_groups:
-            group["lr"] = config.reinforce.learning_rate * remaining
-        for _ in range(config.policy_updates):
-            improve_once(policy, optimizer, cost_of(_any(tasks, generator), network), config.reinforce, generator)
+        fit.descend(train, scale.fit_updates, index_ND)
+        for _ in range(scale.policy_updates):
+            cost = cost_of(_any(tasks, generator), network)
+            reinforce_update(policy, optimizer, cost, config, generator, 1 - iteration / iterations)
         if iteration == len(seconds):
             seconds.append(time.monotonic() - start)
             timed.write_text(json.dumps(seconds))
         on_iteration()
-    for name, module in (("network", network), ("policy", policy)):
+    for name, module in modules.items():
         save_file(module.state_dict(), folder / f"{name}.safetensors")
     dataset.save(folder / "dataset.npz")
     done.write_text(json.dumps({"placements": placements, "seconds": seconds}))
@@ -268,37 +267,20 @@ def train_on_measured_rewards(
     tasks: Sequence[Contest],
     arena: Arena,
     config: ReinforceConfig,
-    looks: Sequence[int],
-    on_look: Callable[[int, dict[str, float]], None],
-    on_update: Callable[[], None],
+    on_update: Callable[[int, int, float], None],
 ) -> None:
-    """Train ``policy`` in place without an estimated MDP: every episode's placement is measured, once.
-
-    Args:
-        policy: any.
-        compute: what the state's costs come from.
-        tasks: to train on.
-        arena: of the kernels.
-        config: updates, episodes, rate.
-        looks: numbers of updates after which ``on_look`` is called, with the number and what it has taken so far:
-            ``placements`` measured, ``minutes`` in all.
-        on_look: see there.
-        on_update: called after each update.
-    """
+    """Train ``policy`` in place without an estimated MDP: every episode's placement is measured, once. ``compute`` is
+    what the state's costs come from. ``on_update`` is called with the number of updates so far, and the placements
+    measured and minutes that they took."""
     generator = torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
-    start, measured = time.monotonic(), 0
+    start = time.monotonic()
     for update in range(config.updates):
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * (1 - update / config.updates)
         task = _any(tasks, generator)
         clock = SetClock(task.task.workloads, arena.device, arena, seed=config.seed)
         cost = MeasuredReward(cost_of(task, compute), clock)
-        improve_once(policy, optimizer, cost, config, generator)
-        measured += config.episodes_per_task
-        on_update()
-        if update + 1 in looks:
-            on_look(update + 1, {"placements": measured, "minutes": (time.monotonic() - start) / 60})
+        reinforce_update(policy, optimizer, cost, config, generator, 1 - update / config.updates)
+        on_update(update + 1, EPISODES * (update + 1), (time.monotonic() - start) / 60)
 
 
 class MeasuredReward(Cost):
@@ -314,34 +296,10 @@ class MeasuredReward(Cost):
         return torch.cat([self._measured.rate(one).overall_ms_B for one in assignment_BS])
 
 
-def improve_once(
-    policy: AnyPolicy,
-    optimizer: torch.optim.Optimizer,
-    cost: Cost,
-    config: ReinforceConfig,
-    generator: torch.Generator,
-) -> None:
-    """One REINFORCE update on sampled episodes of one task."""
-    with torch.no_grad():
-        batch = TaskBatch.collate([cost])
-    reinforce_update(policy, optimizer, batch, config, config.entropy_weight, generator)
-
-
 def cost_of(task: Contest, compute: ComputeCost) -> Cost:
     """Return the costs of placements of a task."""
     with torch.no_grad():
         return Cost(task.task.problem.over(task.collectives), compute)
-
-
-@torch.no_grad()
-def sampled_placement(
-    policy: AnyPolicy, compute: ComputeCost, task: Contest, generator: torch.Generator
-) -> list[list[str]] | None:
-    """Names of the tables of each device in one sampled episode; None at a dead end."""
-    environment = roll_out(policy, TaskBatch.collate([cost_of(task, compute)]), 1, generator).environment
-    if not bool(environment.alive_E[0]):
-        return None
-    return named_placement(task, environment.assignments(0)[0])
 
 
 def named_placement(task: Contest, assignment_S: Tensor) -> list[list[str]]:

@@ -74,6 +74,6 @@ def least_capacity_bytes(problem: Problem) -> float:
     """Return a device's bytes so that the tables fill 95 % of all memory, or more if whole tables pack worse."""
     sizes_S = problem.needs_PM[:, 0].double()
     capacity = float(sizes_S.sum()) / problem.num_ranks / FILLED
-    while pack(replace(problem, limits_DM=torch.full_like(problem.limits_DM, int(capacity))))[0] is None:
+    while pack(replace(problem, limits_DM=torch.full_like(problem.limits_DM, int(capacity)))) is None:
         capacity *= MORE
     return capacity

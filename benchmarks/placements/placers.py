@@ -8,9 +8,9 @@ Shapes: S shards (tables), D devices.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Cost
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Budget, SearchConfig
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Budget
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.placing import HEURISTICS, greedy_by_score, place_by_heuristic
 from placements.contests import Contest
@@ -38,23 +38,17 @@ def best_scale(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:
     return (label_X2 / predicted_X2).median(0).values
 
 
-def rule_starts(cost: Cost) -> list[Tensor]:
-    """Return the placements of the rules and of greedy by single-table cost, [S] each, the cheapest first."""
-    plans = [place_by_heuristic(cost.problem, rule) for rule in HEURISTICS]
-    plans = [plan for plan in (*plans, greedy_by_score(cost.problem, cost.single_ms_P)) if plan is not None]
-    if not plans:
-        return []
-    order = cost.rate(torch.stack(plans)).overall_ms_B.argsort(stable=True).tolist()
-    return [plans[index] for index in order]
-
-
-def searched(cost: Cost, starts: Sequence[Tensor], config: SearchConfig, seed: int = 0) -> Tensor | None:
-    """Search by moves and swaps from the cheapest of some feasible placements; None without any."""
+def searched(cost: Cost, drafted: Tensor | None = None) -> Tensor | None:
+    """Search by moves and swaps from the cheapest of a draft and of the placements by the rules and by single-table
+    cost; None if none of them is feasible."""
+    rules = (place_by_heuristic(cost.problem, rule) for rule in HEURISTICS)
+    starts = [drafted, *rules, greedy_by_score(cost.problem, cost.single_ms_P)]
+    starts = [start for start in starts if start is not None]
     if not starts:
         return None
-    best = starts[int(cost.rate(torch.stack(list(starts))).overall_ms_B.argmin())]
-    budget, generator = Budget(config.last_moves, NO_DEADLINE), torch.Generator().manual_seed(seed)
-    return local_search(cost, best[None], config, budget, generator)
+    best = starts[int(cost.rate(torch.stack(starts)).overall_ms_B.argmin())]
+    budget, generator = Budget(DEFAULT_SEARCH.last_moves, NO_DEADLINE), torch.Generator().manual_seed(0)
+    return local_search(cost, best[None], DEFAULT_SEARCH, budget, generator)
 
 
 Placer = Callable[[Contest], Tensor | None]
@@ -63,16 +57,16 @@ Placer = Callable[[Contest], Tensor | None]
 class Field:
     """All placers by name; what they share (checkpoints, fitted costs) is made once, when it is first needed."""
 
-    def __init__(self, checkpoint: str = "auto", device: str = "cpu", seed: int = 0) -> None:
-        self._checkpoint, self._device, self._seed = checkpoint, device, seed
+    def __init__(self, checkpoint: str = "auto", device: str = "cpu") -> None:
+        self._checkpoint, self._device = checkpoint, device
         self.placers: dict[str, Placer] = {
             "random": self._random,
-            **{rule: partial(self._rule, rule) for rule in HEURISTICS},
+            **{rule: lambda contest, rule=rule: place_by_heuristic(contest.task.problem, rule) for rule in HEURISTICS},
             "torchrec": partial(self._torchrec, True),
             "torchrec_default": partial(self._torchrec, False),
-            "policy": partial(self._policy, search=False),
-            "search_alone": self._search,
-            "dreamshard": partial(self._policy, search=True),
+            "policy": partial(self._policy, True, False),
+            "search_alone": partial(self._policy, False, True),
+            "dreamshard": partial(self._policy, True, True),
         }
 
     @cached_property
@@ -92,7 +86,7 @@ class Field:
     def _random(self, contest: Contest) -> Tensor | None:
         """Any device that has room, table by table."""
         problem = contest.task.problem
-        generator = torch.Generator().manual_seed(self._seed)
+        generator = torch.Generator().manual_seed(0)
         free_DM, chosen = problem.limits_DM.clone(), []
         for need_M in problem.needs_PM:
             room = (free_DM >= need_M).all(-1).nonzero()[:, 0]
@@ -102,28 +96,16 @@ class Field:
             free_DM[chosen[-1]] -= need_M
         return torch.tensor(chosen)
 
-    def _rule(self, rule: str, contest: Contest) -> Tensor | None:
-        return place_by_heuristic(contest.task.problem, rule)
-
-    def _search(self, contest: Contest) -> Tensor | None:
-        """Search without a policy, from what the rules and single-table costs give."""
-        cost = self.cost(contest)
-        return searched(cost, rule_starts(cost), DEFAULT_SEARCH, self._seed)
-
-    def _policy(self, contest: Contest, search: bool) -> Tensor | None:
-        """One greedy roll-out of the policy, alone or with a search from it and from the rules."""
+    def _policy(self, rolls_out: bool, searches: bool, contest: Contest) -> Tensor | None:
+        """One greedy roll-out of the policy, or a search from it, or one from the rules alone."""
         topology = Topology(world_size=contest.task.problem.num_ranks, compute_device=self._device)
-        cost = self.cost(contest, self.learned.compute_cost(topology))
-        drafted = rolled_out(self.learned.policy, cost)
-        if not search:
-            return drafted
-        return searched(cost, [*([] if drafted is None else [drafted]), *rule_starts(cost)], DEFAULT_SEARCH, self._seed)
+        cost = self.cost(contest, self.learned.compute_cost(topology) if rolls_out else None)
+        drafted = rolled_out(self.learned.policy, cost) if rolls_out else None
+        return searched(cost, drafted) if searches else drafted
 
     def _torchrec(self, informed: bool, contest: Contest) -> Tensor | None:
         """TorchRec's planner, table-wise in fused kernels, with the contest's memory."""
-        problem = contest.task.problem
-        names = [table.name for table in contest.tables]
-        module = meta_collection(contest.tables)
+        problem, names = contest.task.problem, [table.name for table in contest.tables]
         constraints = {
             table.name: ParameterConstraints(
                 ["table_wise"],
@@ -132,44 +114,35 @@ class Field:
             )
             for table in contest.tables
         }
-        memory = {"hbm_cap" if self._device == "cuda" else "ddr_cap": int(problem.limits_DM[0, 0])}
-        topology = Topology(problem.num_ranks, self._device, local_world_size=problem.num_ranks, **memory)
-        storage = dict(zip(names, problem.needs_PM[:, 0].tolist(), strict=True))
-        batch_size = max(1, contest.batch_size // problem.num_ranks)
+        on_cuda, ranks = self._device == "cuda", problem.num_ranks
+        memory = {"hbm_cap" if on_cuda else "ddr_cap": int(problem.limits_DM[0, 0])}
+        topology = Topology(ranks, self._device, local_world_size=ranks, **memory)
+        sizes = dict(zip(names, problem.needs_PM[:, 0].tolist(), strict=True))
+        batch_size = max(1, contest.batch_size // ranks)
+        enumerator = EmbeddingEnumerator(topology, batch_size, constraints)
+        enumerate_options = enumerator.enumerate
+
+        def enumerate_with_storage(*args: Any, **kwargs: Any) -> list[ShardingOption]:
+            """Return options with the contest's storage, so that all placers have the same memory to fill."""
+            options = enumerate_options(*args, **kwargs)
+            for option in options:
+                size = sizes[option.name]
+                for shard in option.shards:
+                    shard.storage = Storage(hbm=size, ddr=0) if on_cuda else Storage(hbm=0, ddr=size)
+            return options
+
+        enumerator.enumerate = enumerate_with_storage
         planner = EmbeddingShardingPlanner(
             topology=topology,
             batch_size=batch_size,
-            enumerator=_SameStorage(topology, batch_size, constraints, storage=storage),
+            enumerator=enumerator,
             storage_reservation=FixedPercentageStorageReservation(0.0),
             constraints=constraints,
             debug=False,
         )
         try:
-            plan = planner.plan(copy.copy(module), [EmbeddingBagCollectionSharder()])
+            plan = planner.plan(meta_collection(contest.tables), [EmbeddingBagCollectionSharder()])
         except PlannerError:
             return None
         (sharding,) = plan.plan.values()
         return torch.tensor([sharding[name].ranks[0] for name in names])
-
-
-class _SameStorage(EmbeddingEnumerator):
-    """TorchRec's enumerator with the contest's storage, so that all placers have the same memory to fill."""
-
-    def __init__(
-        self,
-        topology: Topology,
-        batch_size: int,
-        constraints: dict[str, ParameterConstraints],
-        *,
-        storage: dict[str, int],
-    ) -> None:
-        super().__init__(topology, batch_size, constraints)
-        self._storage, self._on_cuda = storage, topology.compute_device == "cuda"
-
-    def enumerate(self, *args, **kwargs) -> list[ShardingOption]:  # noqa: ANN002, ANN003
-        options = super().enumerate(*args, **kwargs)
-        for option in options:
-            size = self._storage[option.name]
-            for shard in option.shards:
-                shard.storage = Storage(hbm=size, ddr=0) if self._on_cuda else Storage(hbm=0, ddr=size)
-        return options

@@ -15,7 +15,7 @@ from dreamshard_planner.cost.compute import AdjustedCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.problem import Cost, Preload
 from dreamshard_planner.workload.features import WORK
-from paper.networks import PaperCostConfig, PaperCostNetwork
+from paper.networks import PaperCostNetwork
 
 
 def brute_force_ms(cost: Cost, assignment: list[int]) -> float:
@@ -64,7 +64,7 @@ def test_a_preload_costs_what_its_shards_would() -> None:
 COMPUTE = {
     "roofline": ROOFLINE,
     "network": CostNetwork(CostNetworkConfig(members=2, table_hidden=8, head_hidden=8)),
-    "paper": PaperCostNetwork(PaperCostConfig()),
+    "paper": PaperCostNetwork(),
     "linear": LinearCost(torch.ones(len(WORK), 2).double() * 1e-6, torch.ones(2).double(), "by hand"),
     "adjusted": AdjustedCost(ROOFLINE, {"sgd": [[2.0, 1e-6, 0, 0, 0], [1.0, 0, 1e-6, 0, 0]]}),
 }
