@@ -224,6 +224,19 @@ class Slowdown:
     bytes_times: float
     relative_error: float = 0.0
 
+    @classmethod
+    def mean(cls, some: Sequence[Slowdown]) -> Slowdown:
+        """Return the geometric mean of some operations' factors."""
+        return cls(*(math.exp(fmean(map(math.log, of))) for of in zip(*map(cls.factors, some), strict=True)))
+
+    def factors(self) -> tuple[float, float]:
+        """Return the factors of latency and bytes."""
+        return self.latency_times, self.bytes_times
+
+    def at_least_one(self) -> Slowdown:
+        """Return the same without speed-ups."""
+        return Slowdown(*(max(1.0, times) for times in self.factors()))
+
     def of(self, model: CollectiveModel) -> CollectiveFit:
         """Return the model slowed down."""
         latency_ms = self.latency_times * model.latency_ms
@@ -235,9 +248,10 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     """Return collectives for a checkpoint's metadata, and sentences about the changes.
 
     Counts runs whose ranks were all observed, with the hosts and backend of the first one. An operation that was
-    observed without a better fit stays as it was. Outputs that nobody measured are taken to be slower than predicted by
-    as much as a learned one. Null stands for the topology's bandwidths. The checkpoint's own collectives come back if
-    held-out exchanges confirm nothing.
+    observed without a better fit stays as it was. Outputs that were not observed are taken to be slower than predicted
+    by as much as the learned ones, or a plan would flee to them; those that were measured before get no faster. Null
+    stands for the topology's bandwidths. The checkpoint's own collectives come back if held-out exchanges confirm
+    nothing.
     """
     known = checkpoint.metadata.get("collectives")
     whole = [run for run in observation.runs if len(run.ranks) == run.world_size > 1]
@@ -266,8 +280,8 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     if known is not None and known.get("hosts", 1) != first.hosts:
         said.append(f"what was measured between ranks of {known.get('hosts', 1)} host(s) is no longer known")
         measured = {}
-    # An operation that was neither observed nor measured is assumed to be slower by as much as a learned one.
-    slower = next((fit for operation, fit in learned.items() if operation in OPERATIONS), None)
+    outputs = [fit for operation, fit in learned.items() if operation in OPERATIONS]
+    slower = Slowdown.mean(outputs) if outputs else None
     counted = LOOKUPS if "lookups" in learned or links.lookups is not None else ()
     fits: dict[str, CollectiveFit | None] = {}
     assumed = []
@@ -275,13 +289,14 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         model: CollectiveModel | None = getattr(links, operation)
         if operation in learned:
             fits[operation] = learned[operation].of(_like(links, operation))
-        elif model is not None and model.is_measured:
-            fits[operation] = measured[operation]
         elif model is None or operation in seen or operation in LOOKUPS:
-            fits[operation] = None
+            fits[operation] = measured.get(operation) if model is not None and model.is_measured else None
+        elif slower is None:
+            fits[operation] = measured.get(operation)
+            assumed += [operation] * (fits[operation] is not None and not model.is_measured)
         else:
-            fits[operation] = measured.get(operation) if slower is None else slower.of(model)
-            assumed += [operation] * (fits[operation] is not None)
+            fits[operation] = (slower.at_least_one() if model.is_measured else slower).of(model)
+            assumed.append(operation)
     return {
         "backend": first.backend,
         "world_size": first.world_size,

@@ -244,6 +244,6 @@ def _measured(topology: Topology, checkpoint: Checkpoint) -> dict[str, Collectiv
     source = f"measured with {measured['backend']} on {ranks}, {checkpoint.name}"
     models = {operation: fit.model(topology.world_size, source) for operation, fit in fits_of(measured).items()}
     for operation in {*measured.get("assumed", ())} & models.keys():
-        taken = f"taken to be as much slower than bandwidths say as what was {source}"
+        taken = f"not observed, taken to be as much slower than predicted as what was {source}"
         models[operation] = replace(models[operation], source=taken, is_measured=False)
     return models

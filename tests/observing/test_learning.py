@@ -196,6 +196,18 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
     planner.plan(model(), SHARDERS)
     assert planner.report().collectives_source.startswith("measured with gloo on 2 ranks of one")
+    # So are all-reduces that were measured elsewhere, or plans would flee to them; nothing measured gets faster.
+    known = resolve("auto", "cpu")
+    measured = links_of(topology(2), known)
+    for rate, times in ((1e9, 10.0), (1e3, 1.0)):
+        fit = asdict(CollectiveFit(0.01, rate, rate, 0.1))
+        fits = known.metadata["collectives"]["fits"] | {"all_to_all": fit}
+        collectives = known.metadata["collectives"] | {"fits": fits}
+        of_other = replace(known, metadata=known.metadata | {"collectives": collectives})
+        learned = links_of(topology(2), learn(of_other, seen, tmp_path / "learned.safetensors", force=True))
+        slower = measured.all_reduce.bytes_per_ms / learned.all_reduce.bytes_per_ms
+        assert slower > times if times > 1 else slower == pytest.approx(times)
+        assert "not observed" in learned.all_reduce.source
     one_alone = replace(seen, runs=tuple(replace(run, ranks=run.ranks[:1]) for run in runs))
     alone = learn(resolve("roofline", "cpu"), one_alone, tmp_path / "alone.safetensors", force=True)
     assert alone.metadata["collectives"] is None  # nobody knows how long it waited
