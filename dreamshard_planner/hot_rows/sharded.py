@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """TorchRec's sharded EmbeddingCollection with hot rows. Names, shapes, outputs and checkpoints stay the same.
 
-Shapes: N lookups of a batch or sharding type, H of hot rows and C of others; F features; S = F x B samples; W words of
-64 rows; K hot rows; D embedding dim.
+Shapes: N lookups of a batch or sharding type, H of hot rows and C of others; F features; S = F x B samples; K hot rows;
+D embedding dim.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,8 +39,6 @@ from dreamshard_planner.hot_rows.replicas import HotReplicas
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.hot_rows import HotRows
 
-WORD_BITS = 64
-
 
 @dataclass(frozen=True)
 class Routed:
@@ -61,7 +60,7 @@ class Routed:
 
 
 class HotIndex:
-    """A bitmap of every table, with the number of hot rows before each word: 12 bytes for 64 rows.
+    """Sorted keys of all hot rows: ids of every table, behind those of the tables before.
 
     Args:
         hot: hot rows by table; they are numbered through all tables, in this order.
@@ -69,37 +68,22 @@ class HotIndex:
     """
 
     def __init__(self, hot: Mapping[str, HotRows], table_of_feature: Sequence[str], device: torch.device) -> None:
-        first, words, before = {}, [], []
-        start, hot_before = 0, 0
-        for name, of_table in hot.items():
-            first[name] = start
-            size = -(-of_table.table_rows // WORD_BITS)
-            word_K, bit_K = of_table.ids // WORD_BITS, of_table.ids % WORD_BITS
-            # The bits of one word differ, so that their sum is their union.
-            words.append(torch.zeros(size, dtype=torch.int64).index_add_(0, word_K, torch.ones_like(bit_K) << bit_K))
-            counts = torch.bincount(word_K, minlength=size)
-            before.append(hot_before + counts.cumsum(0) - counts)
-            start, hot_before = start + size, hot_before + len(of_table)
-        self._words_W = torch.cat(words).to(device)
-        self._before_W = torch.cat(before).to(device, torch.int32)
-        # A table without hot rows has none of its ids in a bitmap.
-        self._rows_F = torch.tensor([hot[name].table_rows if name in hot else 0 for name in table_of_feature]).to(
-            device
-        )
-        self._first_word_F = torch.tensor([first.get(name, 0) for name in table_of_feature]).to(device)
+        first = dict(zip(hot, accumulate((of_table.table_rows for of_table in hot.values()), initial=0), strict=False))
+        self._key_K = torch.cat([first[name] + of_table.ids for name, of_table in hot.items()]).to(device)
+        self._first_F = torch.tensor([first.get(name, 0) for name in table_of_feature]).to(device)
+        # A table without hot rows has none of its ids among them.
+        rows = [hot[name].table_rows if name in hot else 0 for name in table_of_feature]
+        self._rows_F = torch.tensor(rows).to(device)
 
     def route(self, batch: KeyedJaggedTensor) -> Routed:
         """Tell the lookups of a batch apart. Ids outside of their table are no hot rows."""
         id_N, length_S = batch.values().long(), batch.lengths()
         feature_N = torch.repeat_interleave(length_S.view(len(self._rows_F), -1).sum(1), output_size=len(id_N))
         inside_N = (id_N >= 0) & (id_N < self._rows_F[feature_N])
-        word_N = torch.where(inside_N, self._first_word_F[feature_N] + id_N // WORD_BITS, 0)
-        bit_N = id_N % WORD_BITS
-        bits_N = self._words_W[word_N]
-        hot_N = ((bits_N >> bit_N) & 1).bool() & inside_N
+        key_N = torch.where(inside_N, self._first_F[feature_N] + id_N, -1)
+        row_N = torch.searchsorted(self._key_K, key_N).clamp_max(len(self._key_K) - 1)
+        hot_N = self._key_K[row_N] == key_N
         position_H, position_C = hot_N.nonzero().squeeze(1), (~hot_N).nonzero().squeeze(1)
-        lower_H = bits_N[position_H] & ((torch.ones_like(position_H) << bit_N[position_H]) - 1)
-        hot_row_H = self._before_W[word_N[position_H]] + _ones(lower_H)
         before_N1 = torch.nn.functional.pad(hot_N.cumsum(0), (1, 0))
         hot_S = before_N1[torch.nn.functional.pad(length_S.cumsum(0), (1, 0))].diff()
         weight_N = batch.weights_or_none()
@@ -110,15 +94,7 @@ class HotIndex:
             lengths=length_S - hot_S.to(length_S.dtype),
             stride=batch.stride(),
         )
-        return Routed(position_H, hot_row_H, position_C, others)
-
-
-def _ones(bits: Tensor) -> Tensor:
-    """Count the ones of each non-negative int64."""
-    bits = bits - ((bits >> 1) & 0x5555555555555555)
-    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return (bits * 0x0101010101010101) >> 56
+        return Routed(position_H, row_N[position_H], position_C, others)
 
 
 class HotRowsContext(EmbeddingCollectionContext):

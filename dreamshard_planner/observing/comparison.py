@@ -81,12 +81,8 @@ def _embeddings(run: ObservedRun) -> str:
     if run.embedding_share is None:
         return ""
     text = f"embeddings are about {run.embedding_share:.0%} of the step"
-    predicted = None if run.plan is None else run.plan.predicted
-    rivals = {} if predicted is None else {rival.name: rival for rival in predicted.rivals if rival.feasible}
-    theirs = rivals.get("torchrec_default") or rivals.get("torchrec")
-    if predicted is None or theirs is None or not theirs.total_ms:
-        return text
-    return f"{text}; the plan is predicted to save {max(0.0, 1 - 1 / theirs.times(predicted.chosen)):.0%} of them"
+    saved = None if run.plan is None else run.plan.predicted.saved_share
+    return text if saved is None else f"{text}; the plan is predicted to save {saved:.0%} of them"
 
 
 def _replicas(run: ObservedRun) -> Iterator[str]:

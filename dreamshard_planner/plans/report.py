@@ -218,6 +218,15 @@ class Predicted:
     notes: tuple[Note, ...] = ()
     """Assumptions first, since they move the figures most."""
 
+    @property
+    def saved_share(self) -> float | None:
+        """Share of embedding work saved against TorchRec's default plan, else its plan; None without either."""
+        theirs = {rival.name: rival for rival in self.rivals if rival.name in TORCHREC_PLANS and rival.feasible}
+        if not theirs:
+            return None
+        usual = theirs.get("torchrec_default") or theirs["torchrec"]
+        return max(0.0, 1 - self.chosen.times(usual))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Predicted):
@@ -291,17 +300,53 @@ class Report(Predicted):
         """Return a sentence on the share of the whole step."""
         if self.embedding_share is None:
             return ""
-        share = f" Embeddings are about {self.embedding_share:.0%} of your step"
-        theirs = {rival.name: rival for rival in self.rivals if rival.name in TORCHREC_PLANS and rival.feasible}
-        if not theirs:
-            return f"{share}."
-        usual = theirs.get("torchrec_default") or theirs["torchrec"]
-        return f"{share}; the plan saves {max(0.0, 1 - self.chosen.total_ms / usual.total_ms):.0%} of them."
+        share, saved = f" Embeddings are about {self.embedding_share:.0%} of your step", self.saved_share
+        return f"{share}." if saved is None else f"{share}; the plan saves {saved:.0%} of them."
 
     @property
     def verdict(self) -> str:
-        """The bottleneck, and what would help."""
-        return verdict(self.chosen, self.tables, self.collectives, self.averaging_ms, self.estimate_ms)
+        """The bottleneck, and what would help, in a sentence or two."""
+        chosen, total_ms = self.chosen, self.chosen.total_ms
+        if not total_ms > 0:
+            return "Nothing to compute"
+        if self.averaging_ms > COLLECTIVES_DOMINATE * total_ms:
+            return (
+                f"Bottleneck: averaging replicas, {self.averaging_ms / total_ms:.0%} of {total_ms:.3f} ms. A longer "
+                "sync_interval or larger sharding groups would help; moving tables would not"
+            )
+        if chosen.collectives_ms > COLLECTIVES_DOMINATE * total_ms:
+            name, ms = max(self.collectives, key=lambda collective: collective[1], default=("collectives", 0.0))
+            return (
+                f"Bottleneck: collectives, {chosen.collectives_ms / total_ms:.0%} of {total_ms:.3f} ms"
+                f" ({name}: {ms:.3f} ms). {_FOR_COLLECTIVES}"
+            )
+        rank, mean_ms = chosen.slowest, sum(chosen.rank_ms) / len(chosen.rank_ms)
+        compute_ms = chosen.rank_ms[rank]
+        table = max(self.tables, key=lambda table: table.on_rank_ms(rank), default=None)
+        if len(chosen.rank_ms) > 1 and table is not None:
+            alone_ms = min(table.on_rank_ms(rank), compute_ms)  # slices that are fused cost less than each alone
+            if alone_ms > ONE_TABLE * compute_ms and alone_ms > mean_ms * (1 + LEVEL):
+                takes = "takes" if self.estimate_ms else "computes"
+                return (
+                    f"Bottleneck: table {table.name!r} ({table.label}), {alone_ms:.3f} of the {compute_ms:.3f} ms that "
+                    f"rank {rank} {takes}; every rank would take {mean_ms:.3f} ms if all were level. Another sharding "
+                    "or fewer lookups of it could help: dreamshard explain rates others"
+                )
+        above = max(0.0, compute_ms / mean_ms - 1)
+        if above > LEVEL:
+            return (
+                f"Bottleneck: rank {rank}, {above:.0%} above the mean of {mean_ms:.3f} ms, with no table that is most "
+                "of it. dreamshard explain rates changes of its costliest tables"
+            )
+        level = f"on level ranks (the slowest is {above:.1%} above the mean)"
+        total = f"{total_ms:.3f} ms, {level if len(chosen.rank_ms) > 1 else 'on one rank'}"
+        sent_ms = sum(ms for name, ms in self.estimate_ms.items() if name.endswith("_comms"))
+        if sent_ms > COLLECTIVES_DOMINATE * total_ms:
+            return f"Bottleneck: collectives, {sent_ms / total_ms:.0%} of {total}. {_FOR_COLLECTIVES}"
+        return (
+            f"Bottleneck: compute, {(compute_ms - sent_ms) / total_ms:.0%} of {total}. Fewer lookups, smaller dims, a "
+            "smaller batch or more ranks would help; moving tables would not"
+        )
 
     @property
     def sharding_types(self) -> dict[str, int]:
@@ -370,70 +415,6 @@ def _against(chosen: ReportEntry, rival: ReportEntry) -> str:
     """Return the gain over a rival in words."""
     gain = 1 - chosen.total_ms / rival.total_ms if rival.total_ms > 0 else 0.0
     return "as much as" if abs(gain) < 0.0005 else f"{abs(gain):.1%} {'less' if gain > 0 else 'more'} than"
-
-
-def verdict(
-    chosen: ReportEntry,
-    tables: Sequence[TableEntry],
-    collectives: Sequence[tuple[str, float]],
-    averaging_ms: float = 0.0,
-    estimate_ms: Mapping[str, float] | None = None,
-) -> str:
-    """A sentence or two on the chosen plan.
-
-    Args:
-        chosen: its predicted cost.
-        tables: how each is sharded, with what it would cost alone.
-        collectives: milliseconds of each, both passes together.
-        averaging_ms: of the compute, what averaging replicas of other sharding groups takes.
-        estimate_ms: of the slowest rank, by :data:`ESTIMATE_PARTS`, where costs are TorchRec's estimates.
-    """
-    if not chosen.total_ms > 0:
-        return "Nothing to compute"
-    if averaging_ms > COLLECTIVES_DOMINATE * chosen.total_ms:
-        return (
-            f"Bottleneck: averaging replicas, {averaging_ms / chosen.total_ms:.0%} of {chosen.total_ms:.3f} ms. A "
-            "longer sync_interval or larger sharding groups would help; moving tables would not"
-        )
-    if chosen.collectives_ms > COLLECTIVES_DOMINATE * chosen.total_ms:
-        name, ms = max(collectives, key=lambda collective: collective[1], default=("collectives", 0.0))
-        return (
-            f"Bottleneck: collectives, {chosen.collectives_ms / chosen.total_ms:.0%} of {chosen.total_ms:.3f} ms"
-            f" ({name}: {ms:.3f} ms). {_FOR_COLLECTIVES}"
-        )
-    rank, mean_ms = chosen.slowest, sum(chosen.rank_ms) / len(chosen.rank_ms)
-    compute_ms = chosen.rank_ms[rank]
-    table = _heaviest(tables, rank)
-    if len(chosen.rank_ms) > 1 and table is not None:
-        alone_ms = min(table.on_rank_ms(rank), compute_ms)  # slices that are fused cost less than each alone
-        if alone_ms > ONE_TABLE * compute_ms and alone_ms > mean_ms * (1 + LEVEL):
-            return (
-                f"Bottleneck: table {table.name!r} ({table.label}), {alone_ms:.3f} of the {compute_ms:.3f} ms that "
-                f"rank {rank} {'takes' if estimate_ms else 'computes'}; every rank would take {mean_ms:.3f} ms if all "
-                "were level. Another sharding or fewer lookups of it could help: dreamshard explain rates others"
-            )
-    above = max(0.0, compute_ms / mean_ms - 1)
-    if above <= LEVEL:
-        level = f"on level ranks (the slowest is {above:.1%} above the mean)"
-        where = level if len(chosen.rank_ms) > 1 else "on one rank"
-        total = f"{chosen.total_ms:.3f} ms, {where}"
-        sent_ms = sum(ms for name, ms in (estimate_ms or {}).items() if name.endswith("_comms"))
-        if sent_ms > COLLECTIVES_DOMINATE * chosen.total_ms:
-            return f"Bottleneck: collectives, {sent_ms / chosen.total_ms:.0%} of {total}. {_FOR_COLLECTIVES}"
-        return (
-            f"Bottleneck: compute, {(compute_ms - sent_ms) / chosen.total_ms:.0%} of {total}. "
-            "Fewer lookups, smaller dims, a smaller batch or more ranks would help; moving tables would not"
-        )
-    return (
-        f"Bottleneck: rank {rank}, {above:.0%} above the mean of {mean_ms:.3f} ms, with no table that is most of it. "
-        "dreamshard explain rates changes of its costliest tables"
-    )
-
-
-def _heaviest(tables: Sequence[TableEntry], rank: int) -> TableEntry | None:
-    """The table whose shards on a rank would take longest alone."""
-    here = [table for table in tables if rank in table.ranks]
-    return max(here, key=lambda table: table.on_rank_ms(rank), default=None)
 
 
 def _tables(cost: Cost, sharding: Sharding) -> tuple[TableEntry, ...]:

@@ -30,24 +30,14 @@ class SearchConfig:
     """Re-shards that the whole search may try, besides :attr:`reshards_per_table`."""
     reshards_per_table: int = 10
     """Re-shards that it may try more for each table of the model."""
-    tables_per_step: int = 24
-    """Tables of the bottleneck rank that one step tries to re-shard: the heaviest."""
-    reshards_rated: int = 8
-    """Re-shards of one step that are rated exactly: the most promising by the approximate cost."""
     moves: int = 6_000
     """Moves, and swaps rated exactly, of one descent between re-shards."""
-    moves_rated: int = 16
-    """Moves and swaps of one step that are rated exactly: the most promising by the approximate cost."""
     patience: int = 8
     """Perturbations without a gain worth having, one after the other, at which re-sharding ends."""
-    perturbed_tables: int = 3
-    """Tables that a perturbation shards another way at random."""
     last_moves: int = 40_000
     """Moves and swaps of the last descents, from copies of the best plan with shards moved at random."""
     last_patience: int = 24
     """Fruitless copies, one after the other, at which the search ends."""
-    perturbed_units: int = 3
-    """Shards that such a copy has moved."""
     effort: float = 1.0
     """Share of the level starts, roll-outs and group moves to make; all of them from 1 on."""
 

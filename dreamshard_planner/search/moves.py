@@ -30,6 +30,10 @@ MAX_APPROXIMATED = 20_000
 ends is worth more than several that do not."""
 MAX_COPIES = 8
 """Perturbed copies of a placement that descend side by side."""
+RATED_EXACTLY = 16
+"""Moves and swaps of one step that are rated exactly: the most promising by the approximate cost."""
+PERTURBED_SHARDS = 3
+"""Shards that a perturbed copy has elsewhere."""
 MAX_PAIRS = 2_000_000
 """Upper bound on the candidates of one step, for memory: only the heaviest of thousands of shards may leave."""
 
@@ -55,7 +59,7 @@ def local_search(
     if generator is not None and budget.left():
 
         def perturbed(copies: int) -> Tensor:
-            return _perturbed(cost.problem, best.assignment_S, copies, config.perturbed_units, generator)
+            return _perturbed(cost.problem, best.assignment_S, copies, generator)
 
         copies = PlacementState(cost, perturbed(_side_by_side(cost.problem)))
         _descend(copies, best, config, budget, perturbed)
@@ -69,12 +73,12 @@ def _side_by_side(problem: Problem) -> int:
     return max(1, min(MAX_COPIES, MAX_APPROXIMATED // candidates))
 
 
-def _perturbed(problem: Problem, assignment_S: Tensor, copies: int, shards: int, generator: torch.Generator) -> Tensor:
+def _perturbed(problem: Problem, assignment_S: Tensor, copies: int, generator: torch.Generator) -> Tensor:
     """Return copies [B, S] of a placement with a few random shards on other random ranks that have room."""
     perturbed_BP = assignment_S.repeat(copies, 1)
     free_BDM = problem.limits_DM - problem.taken(perturbed_BP)
     for copied_S, free_DM in zip(perturbed_BP, free_BDM, strict=True):
-        for shard in torch.randint(problem.num_parts, (shards,), generator=generator).tolist():
+        for shard in torch.randint(problem.num_parts, (PERTURBED_SHARDS,), generator=generator).tolist():
             need_M, home = problem.needs_PM[shard], int(copied_S[shard])
             fits_D = has_room(need_M, free_DM)
             fits_D[home] = False
@@ -119,7 +123,7 @@ def _descend(
         slowest_B = rounded(states.device_ms_D[row_B], best.unit).argmax(-1)
         busiest_B = (states.byte_weight_C1 * states.bytes_CD[row_B]).sum(1).argmax(-1)
         bottleneck_B = torch.where(by_bytes_B, busiest_B, slowest_B)
-        improved_B, candidates = improve(states, row_B, bottleneck_B, config.moves_rated, best.unit)
+        improved_B, candidates = improve(states, row_B, bottleneck_B, best.unit)
         budget.spend(candidates)
         stuck_B = ~improved_B & (by_bytes_B | (slowest_B == busiest_B))
         by_bytes_B = ~improved_B & ~stuck_B
@@ -134,9 +138,7 @@ def _descend(
     best.challenge(states, every_B)
 
 
-def improve(
-    states: PlacementState, row_B: Tensor, bottleneck_B: Tensor, rated_exactly: int, unit: float
-) -> tuple[Tensor, int]:
+def improve(states: PlacementState, row_B: Tensor, bottleneck_B: Tensor, unit: float) -> tuple[Tensor, int]:
     """Apply to each placement ``row_B`` the best move or swap of its bottleneck rank, if that lowers the cost.
 
     Returns:
@@ -145,7 +147,7 @@ def improve(
     step = Step(states, row_B, bottleneck_B, unit)
     if not step.holds_BP.any():
         return torch.zeros(len(row_B), dtype=torch.bool), 0
-    leaving_BC, device_BC, arrival_BC, fits_BC, count = step.most_promising(rated_exactly)
+    leaving_BC, device_BC, arrival_BC, fits_BC, count = step.most_promising()
     after_ms = step.rate(leaving_BC, device_BC, arrival_BC)
     overall_BC, square_BC = step.scores(leaving_BC, device_BC, arrival_BC, after_ms)
     overall_BC = overall_BC.masked_fill(~fits_BC, torch.inf)
@@ -189,7 +191,7 @@ class Step:
         self._bytes_KBD = states.bytes_CD[row_B][:, states.exchanges.column_K].transpose(0, 1)
         self._most, self._least = (_Extremes(self._bytes_KBD, here_B, largest) for largest in (True, False))
 
-    def most_promising(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    def most_promising(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """Return the candidates that cost least approximately, whether memory allows each, bool [B, C] (others only
         fill up the rows), and how many candidates to count: all moves, and the swaps among these."""
         states, problem, holds_BP = self._states, self._states.problem, self.holds_BP
@@ -208,7 +210,7 @@ class Step:
         )
         tie_break_BNA = 10.0 ** -(DIGITS + 1) * square_BNA / (1 + square_BNA.abs())
         key_BX = (overall_BNA + tie_break_BNA).masked_fill(~fits_BNA, torch.inf).flatten(1)
-        best_BC = key_BX.topk(min(count, key_BX.shape[1]), largest=False).indices.sort().values
+        best_BC = key_BX.topk(min(RATED_EXACTLY, key_BX.shape[1]), largest=False).indices.sort().values
         fits_BC, arrival_BC = key_BX.gather(1, best_BC).isfinite(), arrival_A[best_BC % arrivals]
         counted = fits_BNA[..., :ranks].sum() + (fits_BC & (arrival_BC >= 0)).sum()
         leaving_BC, device_BC = leaving_BN.gather(1, best_BC // arrivals), device_BA.gather(1, best_BC % arrivals)

@@ -29,6 +29,10 @@ from dreamshard_planner.search.states import DIGITS, Change, State, Tried, in_st
 
 REFRESH = 100
 """Re-shards after which sums are taken afresh: differences add up rounding errors."""
+TABLES_TRIED = 24
+"""Tables of the slowest rank that one step tries to re-shard: the heaviest."""
+RATED_EXACTLY = 8
+"""Re-shards of one step that are rated exactly: the most promising by the approximate cost."""
 MAX_PAIRS = 128
 """Pairs of one step: those that would be best if costs added up."""
 
@@ -40,23 +44,12 @@ class ShardingState(State):
         cost: the problem and its cost.
         sharding: to start from.
         unit: milliseconds in which costs are compared, after rounding.
-        tables_per_step: of the bottleneck rank, the heaviest that may change.
-        rated_exactly: of one step, the most promising by the approximate cost.
         without: a sharding type that no table is to take; none by default.
     """
 
-    def __init__(
-        self,
-        cost: Cost,
-        sharding: Sharding,
-        unit: float,
-        tables_per_step: int = 24,
-        rated_exactly: int = 8,
-        without: str | None = None,
-    ) -> None:
+    def __init__(self, cost: Cost, sharding: Sharding, unit: float, without: str | None = None) -> None:
         super().__init__(cost, *cost.problem.laid(sharding))
-        self._left_out = without
-        self._unit, self._tables_per_step, self._rated_exactly = unit, tables_per_step, rated_exactly
+        self._unit, self._left_out = unit, without
         self.sharding, self._changes = sharding, 0
         problem = self.problem
         self._changeable_T = np.array([self._changeable(table) for table in range(problem.num_tables)])
@@ -187,7 +180,7 @@ class ShardingState(State):
         compute = self.cost.compute
         tried = self._try(tables, queries, compute.approximate_ms if compute.approximates else compute.group_cost_ms)
         if compute.approximates:
-            order = torch.argsort(tried.key_Q, stable=True)[: self._rated_exactly].sort().values.tolist()
+            order = torch.argsort(tried.key_Q, stable=True)[:RATED_EXACTLY].sort().values.tolist()
             tried = self._try(tables, [queries[index] for index in order], compute.group_cost_ms)
         return self._taken(tried), len(queries)
 
@@ -234,7 +227,7 @@ class ShardingState(State):
 
     def _first(self, burden_T: np.ndarray) -> list[int]:
         """Return the tables with the largest finite burdens."""
-        order_T = np.argsort(-burden_T, kind="stable")[: self._tables_per_step]
+        order_T = np.argsort(-burden_T, kind="stable")[:TABLES_TRIED]
         return order_T[np.isfinite(burden_T[order_T])].tolist()
 
     def _changeable(self, table: int) -> bool:

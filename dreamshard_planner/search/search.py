@@ -35,6 +35,8 @@ TURNS = 0.5
 """Share of the budget in which all starts, and the best group move of each, have one turn each."""
 CONTINUED = 2
 """Interrupted descents that go on: the best."""
+PERTURBED_TABLES = 3
+"""Tables that a perturbation shards another way at random."""
 BESIDE = 0.85
 """Share of the time left that further starts may take: of many tables on many ranks, descents from others end dearer
 than these are."""
@@ -181,8 +183,7 @@ class _Descents:
         return SearchResult(best, self._cost.overall_ms(best), self.budget.used, candidates, cut_short)
 
     def _state(self, sharding: Sharding, without: str | None = None) -> ShardingState:
-        config = self._config
-        return ShardingState(self._cost, sharding, self._unit, config.tables_per_step, config.reshards_rated, without)
+        return ShardingState(self._cost, sharding, self._unit, without)
 
     def descend(self, start: Sharding, turn: int | None = None, without: str | None = None) -> Sharding:
         """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried; where that
@@ -229,7 +230,7 @@ class _Descents:
         state = self._state(self.best)
         tables = self._cost.problem.tables
         changeable = [table for table in range(len(tables)) if len(tables[table]) > 1]
-        for _ in range(min(len(changeable), self._config.perturbed_tables)):
+        for _ in range(min(len(changeable), PERTURBED_TABLES)):
             table = changeable[self._draw(len(changeable))]
             state.force(table, self._draw(len(tables[table])))
         return state.sharding

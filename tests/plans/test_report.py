@@ -26,7 +26,7 @@ from dreamshard_planner import (
     TableStatistics,
 )
 from dreamshard_planner.errors import InputWarning
-from dreamshard_planner.plans.report import ReportEntry, TableEntry, verdict
+from dreamshard_planner.plans.report import Report, ReportEntry, TableEntry
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -215,9 +215,19 @@ def blocks(shard_ms: tuple[float, ...]) -> TableEntry:
     ids=["collectives", "table", "block", "level", "rank", "alone", "nothing"],
 )
 def test_the_verdict_names_the_bottleneck(rank_ms, collectives_ms, tables, said) -> None:
-    text = verdict(entry(rank_ms, collectives_ms), tables, [("all-to-all", collectives_ms)])
-    assert text.startswith(said), text
-    averaged = verdict(entry(rank_ms, collectives_ms), tables, (), averaging_ms=0.6 * (max(rank_ms) + collectives_ms))
+    report = Report(
+        chosen=entry(rank_ms, collectives_ms),
+        rivals=(),
+        cost_source="",
+        collectives_source="",
+        candidates=0,
+        reshards=0,
+        memory=(),
+        collectives=(("all-to-all", collectives_ms),),
+        tables=tuple(tables),
+    )
+    assert report.verdict.startswith(said), report.verdict
+    averaged = replace(report, averaging_ms=0.6 * (max(rank_ms) + collectives_ms)).verdict
     assert averaged.startswith("Bottleneck: averaging replicas, 60% of" if max(rank_ms) else said), averaged
 
 

@@ -77,7 +77,7 @@ def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) ->
     cost = preloaded(cost, collectives) if collectives else cost
     states = PlacementState(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
     before_B, row_B = states.overall_ms(), torch.arange(2)
-    rated = [moves.improve(states, row_B, states.device_ms_D.argmax(-1), 16, 1.0)[1] for _ in range(5)]
+    rated = [moves.improve(states, row_B, states.device_ms_D.argmax(-1), 1.0)[1] for _ in range(5)]
     afresh = PlacementState(cost, states.assignment_BP)
     assert (states.overall_ms() < 0.9 * before_B).all() and all(rated)
     for name in ("latent_DGH", "group_ms_DG", "approximate_ms_DG", "bytes_CD", "free_DM"):
