@@ -16,14 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import both_passes, overall_ms
-from dreamshard_planner.cost.problem import Cost, Option, Sharding, summed
+from dreamshard_planner.cost.problem import Cost, Option, Sharding, counted_up, summed
 from dreamshard_planner.search.placing import best_position
 from dreamshard_planner.search.states import DIGITS, Change, State, Tried, in_steps
 
@@ -350,48 +349,26 @@ class _Trials:
             free_XNLM[chosen] -= need_XLM
 
 
-class WideUnit(NamedTuple):
-    """A placed unit that spans some ranks but not all."""
-
-    table: int
-    nth: int
-    """Which unit of the table's option it is."""
-    position: int
-    span: int
-
-
 def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int] | None:
-    """The most promising swaps that relieve a rank, and the ranks that they change in all; None where there are none.
+    """Rate the swaps of units over several ranks, but not all, that relieve a rank most if costs add up.
 
     Args:
         state: of the sharding.
         rank: the slowest.
         unit: milliseconds in which costs are compared.
+
+    Returns:
+        The swaps, and the ranks that they change in all; None without any.
     """
-    pairs = _most_promising(state, rank)
-    if not pairs:
-        return None
-    move = state.sharding.move
-    changes = [
-        [move(here.table, here.nth, there.position), move(there.table, there.nth, here.position)]
-        for here, there in pairs
-    ]
-    device_QD, collective_ms, fits_Q = state.after(changes)
-    overall_Q = overall_ms(device_QD.amax(-1), collective_ms).masked_fill(~fits_Q, torch.inf)
-    tried = Tried(changes, in_steps(overall_Q, unit), device_QD.square().sum(-1))
-    return tried, sum(2 * here.span for here, _ in pairs)
-
-
-def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, WideUnit]]:
-    """Pairs that would leave the lowest peak if costs added up."""
     problem, sharding, every = state.problem, state.sharding, state.problem.option_rows
     row_T = every.rows(range(problem.num_tables), sharding.options)
     span_T = every.span_O[row_T]
     wide_T = ((span_T > 1) & (span_T < problem.num_ranks)).nonzero()[0]
     if not len(wide_T):
-        return []
+        return None
     units_T = every.parts_O[row_T[wide_T]] // span_T[wide_T]
     table_W, span_W = wide_T.repeat(units_T), span_T[wide_T].repeat(units_T)
+    nth_W = counted_up(np.zeros_like(units_T), units_T)
     single_X = state.cost.single_ms_P.numpy()[every.all_parts(row_T[wide_T])]
     heaviest_W = np.maximum.reduceat(single_X, span_W.cumsum() - span_W)
     position_W = np.concatenate([sharding.positions[table] for table in wide_T])
@@ -406,10 +383,16 @@ def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, Wid
     peak_VW = np.maximum(slowest_W[here_V, None] + change_VW, slowest_W - change_VW)
     peak_Q = np.where(other_VW & (span_W == span_W[here_V, None]), peak_VW, np.inf).ravel()
     best_Q = np.argsort(peak_Q, kind="stable")[:MAX_PAIRS]
+    best_Q = best_Q[np.isfinite(peak_Q[best_Q])]
+    if not len(best_Q):
+        return None
 
-    def unit(index: int) -> WideUnit:
-        table, nth = int(table_W[index]), int(index - np.searchsorted(table_W, table_W[index]))
-        return WideUnit(table, nth, int(position_W[index]), int(span_W[index]))
+    def moved(one: int, other: int) -> Change:
+        return sharding.move(int(table_W[one]), int(nth_W[one]), int(position_W[other]))
 
-    pairs = [divmod(int(pair), len(table_W)) for pair in best_Q[np.isfinite(peak_Q[best_Q])]]
-    return [(unit(here_V[here]), unit(there)) for here, there in pairs]
+    pairs = [(here_V[pair // len(table_W)], pair % len(table_W)) for pair in best_Q]
+    changes = [[moved(here, there), moved(there, here)] for here, there in pairs]
+    device_QD, collective_ms, fits_Q = state.after(changes)
+    overall_Q = overall_ms(device_QD.amax(-1), collective_ms).masked_fill(~fits_Q, torch.inf)
+    tried = Tried(changes, in_steps(overall_Q, unit), device_QD.square().sum(-1))
+    return tried, int(2 * span_W[[here for here, _ in pairs]].sum())
