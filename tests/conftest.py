@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Settings that all tests share."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Lengths and ids as batches, and their statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@
 Shapes: K choices of a table (an option and positions of its units), D ranks, G fused groups, H latent channels.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any, TypeAlias

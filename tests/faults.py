@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Processes that are stopped, and what they were given to write on."""
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 import signal

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Random models of every kind of table and module, with everything that a planner can be given."""
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

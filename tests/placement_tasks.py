@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Tiny placement tasks, their cost, and a short search."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Cards for tests that replace ``driver.read_card``."""
 
-from __future__ import annotations
-
 from dreamshard_planner.driver import Card
 
 H100 = Card("NVIDIA H100 80GB HBM3", 84_987_740_160, (9, 0), 3352e9)

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Small problems of tables, options and units."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plans do not depend on torch's global state, and leave it unchanged."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,8 +19,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
 from dreamshard_planner.checkpoints.choice import shipped
 from dreamshard_planner.workload import reuse
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @contextmanager

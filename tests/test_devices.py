@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Named GPUs as topologies, and what reports say of figures that nobody gave and of costs from elsewhere."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

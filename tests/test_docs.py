@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """README and docs: snippets run, commands parse, generated parts are up to date, links lead somewhere."""
 
-from __future__ import annotations
-
 import gc
 import re
 import runpy

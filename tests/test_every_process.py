@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plans, reports and hashes do not depend on the process, its hash seed or its number of threads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Every example runs as its first lines say, stays short, and tells what it is to show."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -4,8 +4,6 @@
 ``make fuzz`` tries a thousand, other ones each time; ``pytest tests/test_fuzz.py --cases N`` tries N.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -51,7 +49,7 @@ from dreamshard_planner.measure.collectives import MeasuredCollectives
 from dreamshard_planner.offline.jobs import read_table_list
 from dreamshard_planner.workload.ids import IdHistogram
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SPARE_BYTES = 4 << 30
 """Memory that a hostile file may take: less than its claims, more than torch's threads."""

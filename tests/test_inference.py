@@ -2,8 +2,6 @@
 """Quantized modules: planned alone and beside trained ones, sharded and run by TorchRec on CPUs with the outputs of the
 unsharded model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

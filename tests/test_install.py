@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Shipped files, and an installation that leaves torch, FBGEMM and TorchRec unchanged."""
 
-from __future__ import annotations
-
 import configparser
 import email
 import importlib

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Imports run one way: no package imports one above it, no modules import each other in a circle."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

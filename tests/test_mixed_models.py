@@ -5,8 +5,6 @@ rated worse than its rivals, and there wherever TorchRec's planner has a plan.
 ``pytest tests/test_mixed_models.py --models 1000`` tries more of them.
 """
 
-from __future__ import annotations
-
 import pytest
 from torchrec.distributed.planner.planners import (
     validate_compute_kernels,
@@ -23,8 +21,6 @@ from dreamshard_planner.planning.remembered import LEAST_GAIN
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import CACHING, CW, DP, GRID, RW, TWCW, TWRW, broken, inexact
 from tests.mixed_models import MixedCase, expected_shards, mixed_case
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
 
 BLOCK = 5
 """Models in one test."""

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Docstrings and headings say who does what: none starts with a word that hides it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Scripts on several ranks as ``torchrun --standalone`` runs them, and the same without a rank importing torch anew."""
 
-from __future__ import annotations
-
 import gc
 import os
 import runpy

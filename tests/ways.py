@@ -4,12 +4,10 @@
 Shape letters: B batch (a rank's share).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +48,13 @@ class Batch(Pipelineable):
     sparse: KeyedJaggedTensor
     label_B: Tensor
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(self.sparse.to(device), self.label_B.to(device))
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        return type(self)(self.sparse.to(device), self.label_B.to(device))
 
     def record_stream(self, stream: Any) -> None:
         self.sparse.record_stream(stream)
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         return self
 
 

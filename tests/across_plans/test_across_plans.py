@@ -6,8 +6,6 @@
 Shape letters: R rows, D dim.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

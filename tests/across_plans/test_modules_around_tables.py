@@ -4,8 +4,6 @@
 ``tests/distributed/test_moved_modules.py`` trains such modules.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

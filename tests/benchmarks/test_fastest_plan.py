@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The benchmark of picked plans: its verdict worked out by hand, and the whole command on two ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

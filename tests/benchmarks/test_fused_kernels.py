@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The benchmark of fused kernels counts what it says, and runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

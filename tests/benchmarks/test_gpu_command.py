@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """``make gpu``: its commands are understood, and the checkpoint is for this device."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

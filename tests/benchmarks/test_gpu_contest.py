@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The contest on a card measures every rank, and the published plan is read whole."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

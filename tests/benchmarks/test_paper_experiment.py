@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The paper's experiment: no test table trains anything, interruptions change nothing, figures are what they say."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """One contract for all methods of placement, and the referee that measures them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

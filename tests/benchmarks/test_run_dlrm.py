@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The DLRM benchmark: its data, and the whole command on one and two ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The folder of a user's own checkpoints: which of them ``auto`` takes, and what it says of that."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The ``dreamshard`` command: every command in every format, in this process where that is the same."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import itertools

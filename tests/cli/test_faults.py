@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Commands that take minutes are stopped, or run out of disk: what was recorded stays, and all else is whole."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Commands write to stdout and stderr, in processes of their own, as users run them."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

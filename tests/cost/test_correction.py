@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Corrections of costs by optimizer and direction, on invented measurements: what they find, and what they leave."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 Shape letters: N sets, R repeats.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

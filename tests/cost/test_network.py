@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Cost networks: learning beats the additive baseline, goes on from other devices, and starts from a roofline."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Costs of placements and exchanges, against the formula spelled out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The roofline model: by hand, and against measured and published kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

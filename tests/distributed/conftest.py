@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Fixtures that launch distributed tests: two gloo ranks anywhere, NCCL on all GPUs of a node that has several."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

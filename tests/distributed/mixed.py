@@ -4,8 +4,6 @@
 Shape letters: B batch (a rank's share), E all embedding dims.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Run a function on several ranks, each a process of its own with one thread, and collect what they return."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Training on real ranks that is observed by itself: the files that it leaves, and nothing in the model."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

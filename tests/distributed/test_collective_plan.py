@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """One plan for all ranks, or one error for all ranks."""
 
-from __future__ import annotations
-
 import gc
 import json
 import threading

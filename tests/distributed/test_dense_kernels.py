@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plans by hand whose kernels are dense drop in-backward optimizers; prediction and model parallelism say so."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,6 @@
 """A plan trains; saved and loaded, it trains as it did; a stale one is refused on every rank. Also run with other
 releases of TorchRec (``make test-matrix``)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Ranks that are killed, ended or interrupted while rank 0 plans: the others end as well, and say why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -5,8 +5,6 @@ feature processors move with all else.
 Shape letters: N ids, D dim.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@
 ``pytest tests/distributed/test_moved_training.py --turns 9`` tries every pair of types on other numbers of ranks too.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

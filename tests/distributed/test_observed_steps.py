@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Training steps that are observed on real ranks: as they are without it, with all times, and nothing left behind."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 """Tables of several output types in one module: refused where TorchRec's ranks would exchange different types, which
 ends their processes, and planned where it runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

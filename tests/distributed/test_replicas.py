@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Replicated tables with an attached optimizer train as whole ones do, whatever a script steps."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

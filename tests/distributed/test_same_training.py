@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The memory that tables lie in must not change the trained model."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import Rank, gpu_ranks, run_on_ranks
 from tiny import LOCAL_BATCH, SHAPES, shard, train

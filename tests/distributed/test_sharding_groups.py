@@ -6,8 +6,6 @@ index out of the CPUs that shards are put on (``cpu:1`` is no device of a tensor
 gloo cannot average.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

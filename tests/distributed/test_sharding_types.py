@@ -2,8 +2,6 @@
 """Every sharding type trained for real on gloo ranks: what is exact is as on one rank, what the planner leaves out is
 not. row_wise, table_row_wise and grid_shard of pooled tables need a sharder of the tests' own on CPUs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Single ``nn.EmbeddingBag`` modules: what TorchRec cannot run of them is not planned, and what is planned runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 Shape letters: B batch (a rank's share), E all embedding dims, F features x B.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import partial

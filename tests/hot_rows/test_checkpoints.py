@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Checkpoints know nothing of hot rows: any hot set, or none, loads what any other saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

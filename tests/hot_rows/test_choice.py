@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Hot rows are chosen where they lower the predicted cost of the whole plan."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plan files, commands and re-planning know hot rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Tables with hot rows train as the same tables do without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 Shape letters: B batch (a rank's share), L lookups, D dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

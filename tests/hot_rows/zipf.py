@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Sequence tables whose rows are read by a power law."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

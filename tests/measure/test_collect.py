@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A collection of measured sets survives whatever stops it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """FBGEMM's instruction set: found, recorded, restored, and never measured without."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

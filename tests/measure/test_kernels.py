@@ -4,8 +4,6 @@
 Shape letters: L lookups, F features, B batch, O outputs, N elements.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

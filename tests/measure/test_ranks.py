@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Ranks agree on results; if one fails or ends, the others say so."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Drawn sets cover what planning meets: whole tables, shards, and what data-parallel tables cost beside kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torchrec.distributed.planner import Topology

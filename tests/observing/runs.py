@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Observed runs made by hand, for tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Observed steps in bounded memory, in files, and merged."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import reduce

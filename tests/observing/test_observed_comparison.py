@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Observed steps beside what was predicted."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Jobs that are read from plans: what they were made from, whole."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Lists of tables in JSON: read, made into models, and refused by file, table and mistake."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A stored plan is loaded for the inputs that it was made from, and for no others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,8 +17,6 @@ from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatis
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.support.fingerprint import canonical
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def statistics(factor: float = 3.0, first_bin: float = 0.5, batch_size: int = 64) -> TableStatistics:

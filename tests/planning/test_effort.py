@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Effort counts candidates: it bounds every part of planning, and the clock decides no plan."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from dataclasses import replace

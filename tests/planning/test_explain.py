@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Why a rank is slow: the figures are those of whole plans, and the words are right."""
 
-from __future__ import annotations
-
 import copy
 import json
 
@@ -11,8 +9,6 @@ from small_models import SHARDERS, collection, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 TWO_GPUS = topology(device="cuda")
 """Whose exchanges cost little beside kernels, whatever checkpoint there is."""

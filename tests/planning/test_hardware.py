@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The topology that is read from drivers, with cards in the place of a driver's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """TorchRec's plan is kept where lookups are guessed and a searched plan gains little."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Numbers that do not fit are refused by name; memory that never limits is taken."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -16,8 +14,6 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.search_space.input_checks import MAX_PER_SAMPLE
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

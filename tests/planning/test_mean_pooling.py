@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Mean-pooled tables keep out of blocks of rows, unless a constraint asks for these."""
 
-from __future__ import annotations
-
 import pytest
 from small_models import MB, SHARDERS, collection, planner, table, topology
 from torch import nn

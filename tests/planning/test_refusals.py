@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Errors for impossible inputs: they name the input, and what would help."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_models import SHARDERS, collection, planner, scarce_planner, small_model, table, topology
@@ -25,8 +23,6 @@ from dreamshard_planner import (
     StatisticsError,
     TableStatistics,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def test_modules_that_cannot_be_sharded_here_are_refused() -> None:

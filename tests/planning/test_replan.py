@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """From the plan that runs, by few moves, to one that pays over the steps that remain."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Compute kernels without costs of the planner's own: their estimator prices them, and the report says so."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import RW, TW
 from dreamshard_planner.torchrec_components.loop import JsonPlanLoader
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 CUSTOM = "customized_kernel"
 FORWARD_MS, BACKWARD_MS, PREFETCH_MS = 1.0, 2.0, 4.0
 GPUS = topology(2, 2**30, "cuda")

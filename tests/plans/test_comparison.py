@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Two plans beside each other, on ranks that form other sharding groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

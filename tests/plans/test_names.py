@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Names of ranks by which most bytes of a plan stay where they are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

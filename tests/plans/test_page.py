@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Reports as one HTML page, read as text."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

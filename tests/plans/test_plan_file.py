@@ -5,8 +5,6 @@ rated, whoever made them.
 ``pytest tests/plans/test_plan_file.py --models 1000`` saves and loads plans of a hundred random models.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -25,8 +23,6 @@ from dreamshard_planner import DreamShardError, DreamShardPlanner, JsonPlanLoade
 from dreamshard_planner.devices import Machine
 from tests.mixed_models import EveryTypeSharder, mixed_case
 from tests.planning.test_context import model, statistics
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
 
 
 def planner(**changes: Any) -> DreamShardPlanner:

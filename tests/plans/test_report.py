@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Reports of a plan say which one it is, what it costs, by which source, and why there is none."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import replace
@@ -27,8 +25,6 @@ from dreamshard_planner import (
 )
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.report import Report, ReportEntry, TableEntry
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def test_report_says_what_and_why() -> None:

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Storage of options against what FBGEMM's modules allocate: the modules for GPUs, made on the meta device."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Which tables of a rank share a kernel: what TorchRec makes of the same options."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

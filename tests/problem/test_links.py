@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Exchanges of a topology: measured where they hold, else over its bandwidths."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,8 +12,6 @@ import collectives_prior
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.collectives import NCCL, CollectiveFit, CollectiveModel
 from dreamshard_planner.planning.cost_sources import links_of
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@
 Shapes: P parts, N indices.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_models import output_bytes_P
@@ -31,7 +29,6 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import Workload
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Please set use_index_dedup")
 ROWS, DIM, SAMPLES, LENGTH, RANKS = 10_000, 32, 128, 20, 4
 
 

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """TorchRec's options and modules as tables, workloads and fused groups."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_models import SHARDERS, TABLE_WISE, collection, output_bytes_P, planner, rater, table, topology
@@ -24,7 +22,6 @@ from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 WHOLE_ALONE = AllowedTypes("cpu", ("table_wise",))
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -> None:

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Local search over placements, and the sums that it keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Greedy heuristics and packing by memory, on tiny tasks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Sharding problems of tables, options and units: cost, starts, re-shards, and the search."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

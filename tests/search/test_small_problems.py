@@ -1,13 +1,11 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plans of small problems against all shardings."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.exhaustive import planned_and_best_ms
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.mark.parametrize("cost_source", ["roofline", "torchrec"])

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Starts below a target height."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

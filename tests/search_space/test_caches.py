@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Tables in host memory, cached on the device: load factors are kept, read and said, and nothing rests on a guess."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import replace
@@ -19,8 +17,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, SavedPlan, TableStatistics, compare
 from dreamshard_planner.workload.reuse import default_reuse
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
 
 CACHED = "fused_uvm_caching"
 

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Constraints at their limits: what is still planned, and errors that name table, limit and remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -26,8 +24,6 @@ from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW, TWRW
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 SHARDERS = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 META = torch.device("meta")

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Fast enumeration: TorchRec's options and estimates, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
@@ -22,8 +20,6 @@ from torchrec.distributed.types import ModuleSharder, PipelineType
 
 from dreamshard_planner.search_space.enumeration import FastEnumerator, OncePerSize, estimate_all, torchrec_estimators
 from tests.mixed_models import mixed_case
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def case_of(seed: int) -> tuple[nn.Module, list[ModuleSharder[nn.Module]], Topology, dict[str, ParameterConstraints]]:

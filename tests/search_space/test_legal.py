@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Which optimizers and which mixtures of sharding types are taken for what."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

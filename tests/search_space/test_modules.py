@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Facts of tables from TorchRec's modules and sharders, and models around them that are hard to copy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -34,8 +32,6 @@ from dreamshard_planner.search_space.modules import exchange_codecs, shardable_t
 from dreamshard_planner.search_space.sharding_types import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS
 from dreamshard_planner.torchrec_components.compat import sharder_of_tables
 from tests.counted import counted
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def test_a_copy_without_weights_counts_as_the_model_does() -> None:

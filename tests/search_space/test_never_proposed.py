@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Types and cuts that TorchRec or FBGEMM would get wrong: what is planned instead, and what errors say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Tables together, apart and on certain ranks: kept by every part that places tables, or refused with the reason."""
 
-from __future__ import annotations
-
 import pytest
 from small_models import SHARDERS, collection, table, topology
 from torch import nn
@@ -12,7 +10,6 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
 from tests.mixed_models import EveryTypeSharder
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
 TABLE_WISE = ("table_wise",)
 
 

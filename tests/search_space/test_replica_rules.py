@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Rules of replicas against FBGEMM's fused kernels, for ten steps, and which plans they open."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The tables of sharding types and of compute kernels: what TorchRec's own sharders say, and one more row."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Column slices of other widths than TorchRec's one."""
 
-from __future__ import annotations
-
 import pytest
 from small_models import SHARDERS, collection, planner, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -11,8 +9,6 @@ from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.search_space.enumeration import FastEnumerator
 from dreamshard_planner.search_space.options import is_torchrecs
 from dreamshard_planner.search_space.usable_options import Halves, own_slices, without_idle_halves
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def test_slices_are_merged_by_powers_of_two() -> None:

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Which of TorchRec's options are searched."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_models import SHARDERS, collection, planner, rater, table, topology
@@ -15,8 +13,6 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.search_space.sharding_types import CW, TW
 from dreamshard_planner.search_space.usable_options import usable_options
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def enumerated(*modules: nn.Module, device: str = "cpu") -> list[ShardingOption]:

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Files are whole, have one writer at a time, and fail before the work rather than after it."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Progress of long steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from dreamshard_planner.support.progress import progress_bar

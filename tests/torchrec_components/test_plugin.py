@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Components of TorchRec's that users give; kernels where memory is scarce; the same plan everywhere."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
@@ -27,8 +25,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.torchrec_components import components
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.mark.parametrize("seam", ["partitioner", "estimator", "perf_model"])

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """TorchRec's planning API plans with DreamShardPlanner, for the GPUs that a SKU names."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

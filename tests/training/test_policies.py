@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """That learning happened, on tables that training never saw: the cost network, and the policy without search."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Tables that can be, and their features."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

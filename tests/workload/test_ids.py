@@ -4,8 +4,6 @@
 Shapes: R rows, N indices, B blocks.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +29,6 @@ from dreamshard_planner.workload.ids import HotIds, IdHistogram, merge
 from dreamshard_planner.workload.reuse import mean_reuse
 from dreamshard_planner.workload.tables import Table, workloads_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 ROWS, SAMPLES, POOLING, RANKS = 100_000, 256, 16, 8
 
 

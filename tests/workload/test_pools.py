@@ -4,8 +4,6 @@
 Shapes: T tables, K = 17 reuse bins.
 """
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 

@@ -4,8 +4,6 @@
 Shapes: R rows, N indices.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Statistics counted in batches, in parquet files, while a job trains; merged, compared, in files, refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
