@@ -6,8 +6,18 @@ from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.cost.problem import Problem
@@ -25,14 +35,39 @@ def table(name: str, rows: int = 1000, dim: int = 16, features: int = 1, **argum
     return EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, **arguments)
 
 
-def collection(*tables: EmbeddingBagConfig, weighted: bool = False) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(tables=list(tables), is_weighted=weighted, device=torch.device("meta"))
+def collection(
+    *tables: EmbeddingBagConfig, weighted: bool = False, optimizer: type[torch.optim.Optimizer] | None = None
+) -> EmbeddingBagCollection:
+    """Return a collection without weights; its tables have the in-backward optimizer, if one is given."""
+    made = EmbeddingBagCollection(tables=list(tables), is_weighted=weighted, device=torch.device("meta"))
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, made.parameters(), {"lr": 0.1})
+    return made
+
+
+def sequences(*tables: EmbeddingBagConfig, **arguments) -> EmbeddingCollection:
+    """Return a collection of the same tables, unpooled."""
+    configs = [
+        EmbeddingConfig(one.num_embeddings, one.embedding_dim, one.name, one.data_type, one.feature_names, **arguments)
+        for one in tables
+    ]
+    return EmbeddingCollection(tables=configs, device=torch.device("meta"))
+
+
+def managed(plain: nn.Module, rows: int, buckets: int = 1) -> nn.Module:
+    """Return a collection of one table whose ids managed collisions map to its rows."""
+    pooled = isinstance(plain, EmbeddingBagCollection)
+    (config,) = plain.embedding_bag_configs() if pooled else plain.embedding_configs()
+    collisions = MCHManagedCollisionModule(
+        rows, torch.device("meta"), DistanceLFU_EvictionPolicy(), eviction_interval=2, buckets=buckets
+    )
+    kind = ManagedCollisionEmbeddingBagCollection if pooled else ManagedCollisionEmbeddingCollection
+    return kind(plain, ManagedCollisionCollection({config.name: collisions}, [config]))
 
 
 def small_model() -> nn.Module:
-    model = nn.Module()
-    model.sparse = collection(*(table(f"t{i}", 100 * (i + 1), 8 * (1 + i % 3), 1 + i % 2) for i in range(6)))
-    return model
+    tables = (table(f"t{i}", 100 * (i + 1), 8 * (1 + i % 3), 1 + i % 2) for i in range(6))
+    return nn.ModuleDict({"sparse": collection(*tables)})
 
 
 def topology(world_size: int = 2, memory: int = 2**34, device: str = "cpu") -> Topology:
@@ -40,8 +75,8 @@ def topology(world_size: int = 2, memory: int = 2**34, device: str = "cpu") -> T
 
 
 def planner(**arguments) -> DreamShardPlanner:
-    arguments = {"topology": topology(), "effort": "quick"} | arguments
-    return DreamShardPlanner(batch_size=64, stats=[], debug=False, **arguments)
+    given = {"topology": topology(), "effort": "quick", "batch_size": 64, "stats": [], "debug": False}
+    return DreamShardPlanner(**(given | arguments))
 
 
 def rater(topology: Topology, constraints: dict[str, ParameterConstraints] | None = None, **arguments) -> PlanRater:

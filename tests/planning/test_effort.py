@@ -20,9 +20,7 @@ READ = (40.0, 25.0, 9.0, 4.0, 2.0)
 
 
 def model() -> nn.Module:
-    module = nn.Module()
-    module.sparse = collection(*(table(f"t{i}", 2000 * (i + 1), 64) for i in range(len(READ))))
-    return module
+    return nn.ModuleDict({"sparse": collection(*(table(f"t{i}", 2000 * (i + 1), 64) for i in range(len(READ))))})
 
 
 def planned(read: tuple[float, ...] = READ, **arguments: Any) -> DreamShardPlanner:

@@ -2,32 +2,27 @@
 """Notes of reports on the options that exact training excludes."""
 
 import pytest
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.planning import exact_training
 from dreamshard_planner.plans.report import Report
-from tests.small_models import MB, collection, table
-
-SHARDERS = [EmbeddingBagCollectionSharder()]
+from tests.small_models import MB, SHARDERS, collection, planner, table
 
 
 def report_on(memory_mb: int, **arguments) -> Report:
     """On three tables of 61 MB on two GPUs. They are mean-pooled, hence in no blocks of rows."""
-    model = collection(*(table(f"t{i}", 125_000, 128, pooling=PoolingType.MEAN) for i in range(3)))
-    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
-    made = DreamShardPlanner(
+    tables = (table(f"t{i}", 125_000, 128, pooling=PoolingType.MEAN) for i in range(3))
+    model = collection(*tables, optimizer=RowWiseAdagrad)
+    made = planner(
         topology=Topology(2, "cuda", hbm_cap=memory_mb * MB, ddr_cap=2**36),
         batch_size=1024,
         constraints={f"t{i}": ParameterConstraints(min_partition=64, pooling_factors=[50.0]) for i in range(3)},
         storage_reservation=FixedPercentageStorageReservation(0.0),
-        stats=[],
-        debug=False,
+        effort="default",
         **arguments,
     )
     made.plan(model, SHARDERS)
@@ -57,10 +52,8 @@ def test_nothing_is_said_of_tables_that_exact_training_does_not_move(arguments) 
 @pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
 def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
     """TorchRec replicates small tables in half precision, which trains them otherwise."""
-    model = collection(
-        *(table(f"t{i}", 200, 64, data_type=DataType.FP16) for i in range(8)), table("large", 10_000_000, 64)
-    )
-    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    small = (table(f"t{i}", 200, 64, data_type=DataType.FP16) for i in range(8))
+    model = collection(*small, table("large", 10_000_000, 64), optimizer=RowWiseAdagrad)
     gpus = Topology(16, "cuda", local_world_size=8)
     given = {"topology": gpus, "batch_size": 512, "debug": False, "stats": []}
     given["storage_reservation"] = FixedPercentageStorageReservation(0.1)
@@ -77,9 +70,7 @@ def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
 
 def test_large_models_have_no_prediction_of_torchrecs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_training, "MAX_SHARDS", 1)
-    model = collection(table("a", 200, 64), table("b", 300, 64))
-    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
-    made = DreamShardPlanner(topology=Topology(2, "cuda"), batch_size=64, effort="quick", debug=False, stats=[])
-    made.plan(model, SHARDERS)
+    made = planner(topology=Topology(2, "cuda"))
+    made.plan(collection(table("a", 200, 64), table("b", 300, 64), optimizer=RowWiseAdagrad), SHARDERS)
     (note,) = [note for note in made.report().notes if note.code == "beyond_exact_training"]
     assert "exact training leaves out" in note.text and "TorchRec's plan" not in note.text and not note.figures

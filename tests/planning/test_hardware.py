@@ -4,11 +4,8 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 from torchrec.distributed.planner.types import Topology
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner import DreamShardPlanner, SavedPlan, driver
 from dreamshard_planner.cost.roofline import RooflineCost
@@ -17,9 +14,10 @@ from dreamshard_planner.driver import Card
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
 from tests.pretended import A100, ADA, H100, L40
-from tests.small_models import SHARDERS
+from tests.small_models import SHARDERS, collection, table
 
 HOST_BYTES = 1000 * GB
+TABLES = collection(table("t0"), table("t1"))
 
 
 def read(monkeypatch: pytest.MonkeyPatch, on_host: int, *cards: Card | None) -> tuple[Topology, str]:
@@ -71,21 +69,15 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def tables() -> EmbeddingBagCollection:
-    """Two tables."""
-    made = [EmbeddingBagConfig(1000, 16, name=f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
-    return EmbeddingBagCollection(tables=made, device=torch.device("meta"))
-
-
 @pytest.mark.usefixtures("group")
 def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(driver, "read_card", lambda: A100)
     monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
     planner = DreamShardPlanner(stats=[])
-    planner.plan(tables(), list(SHARDERS))
+    planner.plan(TABLES, list(SHARDERS))
     described = f"Planned for 1 x {A100.name}, read from the driver of this rank: 42.4 GB each at 1,555 GB/s"
     assert str(planner.report()).splitlines()[2].startswith(described)
-    planner.collective_plan(tables())
+    planner.collective_plan(TABLES)
     second = str(planner.report()).splitlines()[2]
     assert second.startswith(f"Planned for 1 x {A100.name}, read from the driver: 42.4")
     assert "TorchRec's defaults" not in str(planner.report())
@@ -103,7 +95,7 @@ def test_a_given_topology_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "read_card", lambda: A100)
     monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
     planner = DreamShardPlanner(topology=Topology(world_size=1, compute_device="cuda"), stats=[])
-    planner.collective_plan(tables())
+    planner.collective_plan(TABLES)
     assert planner._ranks.topology.devices[0].storage.hbm == 32 * 1024**3
     text = str(planner.report())
     assert "Planned for" not in text and text.count(f"the driver names {A100.name} with 42.4 GB at 1,555 GB/s") == 1

@@ -9,7 +9,6 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.optim import SGD
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 
@@ -17,9 +16,7 @@ SIZES = ((900, 64), (50_000, 16), (7_000, 128), (30_000, 32), (400, 16), (100_00
 
 
 def model(*sizes: tuple[int, int]) -> Any:
-    made = collection(*(table(f"t{index}", rows, dim) for index, (rows, dim) in enumerate(sizes)))
-    apply_optimizer_in_backward(SGD, made.parameters(), {"lr": 0.1})
-    return made
+    return collection(*(table(f"t{index}", *size) for index, size in enumerate(sizes)), optimizer=SGD)
 
 
 def ranks(plan: Any) -> dict[str, Any]:

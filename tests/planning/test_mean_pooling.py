@@ -19,10 +19,9 @@ def rows_of(megabytes: int) -> int:
 
 
 def model(large_mb: int, **arguments) -> nn.Module:
-    made = nn.Module()
-    made.large = collection(table("large", rows_of(large_mb), 4, pooling=MEAN), table("small", 100, 4), **arguments)
-    made.other = collection(table("mean", 100, 4, pooling=MEAN), table("sum", 100, 4))
-    return made
+    large = collection(table("large", rows_of(large_mb), 4, pooling=MEAN), table("small", 100, 4), **arguments)
+    other = collection(table("mean", 100, 4, pooling=MEAN), table("sum", 100, 4))
+    return nn.ModuleDict({"large": large, "other": other})
 
 
 def types_of(plan) -> dict[str, str]:

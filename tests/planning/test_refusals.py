@@ -2,17 +2,10 @@
 """Errors for impossible inputs: they name the input, and what would help."""
 
 import pytest
-import torch
-from small_models import SHARDERS, collection, planner, scarce_planner, small_model, table, topology
+from small_models import SHARDERS, collection, managed, planner, scarce_planner, small_model, table, topology
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
 
 from dreamshard_planner import (
     CheckpointError,
@@ -26,11 +19,7 @@ from dreamshard_planner import (
 
 
 def test_modules_that_cannot_be_sharded_here_are_refused() -> None:
-    model = nn.Module()
-    managed = MCHManagedCollisionModule(1000, torch.device("meta"), DistanceLFU_EvictionPolicy(), eviction_interval=2)
-    plain = collection(table("t0"))
-    collisions = ManagedCollisionCollection({"t0": managed}, plain.embedding_bag_configs())
-    model.sparse = ManagedCollisionEmbeddingBagCollection(plain, collisions)
+    model = nn.ModuleDict({"sparse": managed(collection(table("t0")), 1000)})
     with pytest.raises(PlannerError, match=r"'sparse.t0' cannot be sharded: Managed\w+ offers no sharding type on cpu"):
         planner().plan(model, get_default_sharders())
     plan = planner(topology=topology(1, device="cuda")).plan(model, get_default_sharders())
@@ -67,8 +56,7 @@ def test_lengths_that_do_not_match_the_features_are_an_error() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_room_names_table_and_missing_bytes(device: str) -> None:
-    model = nn.Module()
-    model.sparse = collection(table("small"), table("huge", 10_000_000, 128))
+    model = nn.ModuleDict({"sparse": collection(table("small"), table("huge", 10_000_000, 128))})
     with pytest.raises(PlannerError, match=r"'sparse.huge' needs [\d,.]+ GiB of (HBM|DDR).*[\d,.]+ GiB are missing"):
         planner(topology=topology(memory=2**28, device=device)).plan(model, SHARDERS)
 

@@ -15,7 +15,6 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 from torchrec.distributed.types import BoundsCheckMode, CacheParams
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from typer.testing import CliRunner
 
@@ -39,10 +38,8 @@ ROOMY = {"cost_source": "roofline", "effort": "quick"}
 def model(
     names: str = "abcdefgh", optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad, rows: int = 4000, **arguments
 ) -> nn.Module:
-    module = nn.Module()
-    module.sparse = collection(*(table(name, rows * (1 + ord(name) % 3), 64, **arguments) for name in names))
-    apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
-    return module
+    tables = (table(name, rows * (1 + ord(name) % 3), 64, **arguments) for name in names)
+    return nn.ModuleDict({"sparse": collection(*tables, optimizer=optimizer)})
 
 
 def statistics(order: str = "abcdefgh") -> TableStatistics:
@@ -112,9 +109,9 @@ def test_drift_moves_few_tables_and_the_curve_ends_no_dearer_than_planning_afres
 def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
     made, module = planner(topology=topology(2), statistics=statistics("abcdefgh"), **ROOMY), model()
     made.plan(module, SHARDERS)
-    saved, weights = made.saved_plan(), module.sparse
+    saved, weights = made.saved_plan(), module["sparse"]
     before = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
-    module.sparse = nn.Identity()  # as TorchRec does
+    module["sparse"] = nn.Identity()  # as TorchRec does
     after = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
     assert after.plan.sharding == before.plan.sharding and after.curve == before.curve
     bare = without_weights(nn.ModuleList([weights, weights]), SHARDERS)

@@ -92,9 +92,7 @@ class OwnEnumerator(EmbeddingEnumerator):
 
 
 def model(tables: int = 3) -> nn.Module:
-    made = nn.Module()
-    made.sparse = collection(*(table(f"t{i}", 1000, 64) for i in range(tables)))
-    return made
+    return nn.ModuleDict({"sparse": collection(*(table(f"t{i}", 1000, 64) for i in range(tables)))})
 
 
 def custom_planner(custom: tuple[str, ...] = ("sparse.t0",), kind: str = RW, **arguments: Any) -> DreamShardPlanner:
@@ -204,9 +202,9 @@ def test_a_subclass_that_resets_constraints_and_replaces_placeholders() -> None:
         "t0": ParameterConstraints(sharding_types=[RW], compute_kernels=[CUSTOM]),
         "t1": ParameterConstraints(sharding_types=[TW]),
     }
-    arguments = {"topology": GPUS, "batch_size": 64, "stats": [], "debug": False}
     assert issubclass(OwnConstraintsPlanner, EmbeddingShardingPlanner)
-    made = OwnConstraintsPlanner(constraints, enumerator=Placeholders(GPUS, 64), effort="quick", **arguments)
+    arguments = {"topology": GPUS, "batch_size": 64, "stats": [], "debug": False, "effort": "quick"}
+    made = OwnConstraintsPlanner(constraints, enumerator=Placeholders(GPUS, 64), **arguments)
     plan = made.plan(model(), SHARDERS).plan["sparse"]
     assert (plan["t0"].sharding_type, plan["t0"].ranks) == (RW, [0, 1]) and plan["t1"].sharding_type == TW
     assert made.report().chosen.total_ms > 0

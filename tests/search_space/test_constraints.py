@@ -4,7 +4,7 @@
 from typing import Any
 
 import pytest
-import torch
+from small_models import collection, planner, sequences, table
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
@@ -15,8 +15,6 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
 from torchrec.distributed.types import KeyValueParams, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
 
 from dreamshard_planner import DreamShardPlanner
@@ -26,47 +24,27 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW, TWRW
 
 SHARDERS = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-META = torch.device("meta")
 GIB = 2**30
 
 
 def bags(*sizes: tuple[int, int]) -> nn.Module:
     """Tables t0, t1 ... of so many rows and dims."""
-    tables = [
-        EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{i}"])
-        for i, (rows, dim) in enumerate(sizes)
-    ]
-    model = nn.Module()
-    model.sparse = EmbeddingBagCollection(tables=tables, device=META)
-    return model
+    return nn.ModuleDict({"sparse": collection(*(table(f"t{i}", *size) for i, size in enumerate(sizes)))})
 
 
-def sequences(*rows: int, dim: int = 64) -> nn.Module:
-    tables = [
-        EmbeddingConfig(name=f"t{i}", num_embeddings=count, embedding_dim=dim, feature_names=[f"f{i}"])
-        for i, count in enumerate(rows)
-    ]
-    model = nn.Module()
-    model.sequence = EmbeddingCollection(tables=tables, device=META)
-    return model
+def unpooled(*rows: int) -> nn.Module:
+    return nn.ModuleDict({"sequence": sequences(*(table(f"t{i}", count, 64) for i, count in enumerate(rows)))})
 
 
 def planned(model: nn.Module, constraints: dict[str, ParameterConstraints], sharders=SHARDERS, **arguments):
     """The planner, which has planned."""
     device = arguments.pop("device", "cuda")
     memory = {"hbm_cap": 2 * GIB, "ddr_cap": 2 * GIB} | arguments.pop("memory", {})
-    planner = DreamShardPlanner(
-        topology=Topology(4, device, **memory),
-        batch_size=64,
-        storage_reservation=FixedPercentageStorageReservation(0.1),
-        constraints=constraints,
-        stats=[],
-        debug=False,
-        effort="quick",
-        **arguments,
-    )
-    planner.plan(model, sharders)
-    return planner
+    reservation = FixedPercentageStorageReservation(0.1)
+    common = {"topology": Topology(4, device, **memory), "storage_reservation": reservation, "constraints": constraints}
+    made = planner(**common, **arguments)
+    made.plan(model, sharders)
+    return made
 
 
 def refusal(model: nn.Module, constraints: dict[str, ParameterConstraints], sharders=SHARDERS, **arguments) -> str:
@@ -154,12 +132,12 @@ def test_slices_of_two_widths_in_one_embedding_collection() -> None:
         "t0": ParameterConstraints(sharding_types=[CW], min_partition=16),
         "t1": ParameterConstraints(sharding_types=[CW, RW], min_partition=32),
     }
-    kinds = {option.name: option.sharding_type for option in planned(sequences(5000, 100), constraints).options}
+    kinds = {option.name: option.sharding_type for option in planned(unpooled(5000, 100), constraints).options}
     assert kinds == {"t0": CW, "t1": RW}
-    kinds = {option.name: option.sharding_type for option in planned(sequences(100, 5000), constraints).options}
+    kinds = {option.name: option.sharding_type for option in planned(unpooled(100, 5000), constraints).options}
     assert kinds == {"t0": CW, "t1": RW}  # the one that has no other type, however small
     constraints["t1"] = ParameterConstraints(sharding_types=[CW], min_partition=32)
-    text = refusal(sequences(5000, 100), constraints)
+    text = refusal(unpooled(5000, 100), constraints)
     assert "'sequence.t1' may only be sharded column_wise" in text and "another width than the 16" in text
     assert "same min_partition, or allow another sharding type" in text
 
@@ -168,40 +146,32 @@ def test_tables_on_ssds() -> None:
     """A table that a constraint puts into a key-value store is planned, and is dear; none is put there unasked."""
     constraints = {"t0": ParameterConstraints(compute_kernels=["key_value"], min_partition=16)}
     model, ssd = bags((100_000, 64), (100_000, 64)), {"ssd_cap": 10 * GIB}
-    planner = planned(model, constraints, memory=ssd, exact_training=False)
-    kernels = {option.name: option.compute_kernel for option in planner.options}
+    made = planned(model, constraints, memory=ssd, exact_training=False)
+    kernels = {option.name: option.compute_kernel for option in made.options}
     assert kernels["t0"] == "key_value" and kernels["t1"] in ("fused", "dense")
-    (stored,) = [option for option in planner.options if option.name == "t0"]
+    (stored,) = [option for option in made.options if option.name == "t0"]
     assert stored.num_shards == 1 or stored.sharding_type not in (CW, "table_column_wise")
     assert stored.total_storage.ssd >= 100_000 * 64 * 4
-    alone = {table.name: table.alone_ms for table in planner.report().tables}
+    alone = {entry.name: entry.alone_ms for entry in made.report().tables}
     assert alone["sparse.t0"] > 3 * alone["sparse.t1"]
-    (ssds,) = [entry for entry in planner.report().memory if entry.kind == "SSD"]
+    (ssds,) = [entry for entry in made.report().memory if entry.kind == "SSD"]
     assert sum(ssds.used_bytes) == stored.total_storage.ssd
     faster = planned(model, constraints, memory={**ssd, "ssd_mem_bw": 1e9}, exact_training=False)
-    assert faster.report().chosen.total_ms < planner.report().chosen.total_ms
+    assert faster.report().chosen.total_ms < made.report().chosen.total_ms
 
 
 @pytest.mark.parametrize("kernel", ["ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table"])
 def test_virtual_tables(kernel: str) -> None:
     """A table of rows without number, of which memory holds those that are in use."""
-    table = EmbeddingConfig(
-        name="t0",
-        num_embeddings=2**50,
-        embedding_dim=64,
-        feature_names=["f0"],
-        use_virtual_table=True,
-        total_num_buckets=2**10,
-    )
-    model = nn.Module()
-    model.sequence = EmbeddingCollection(tables=[table], device=META)
+    stored = sequences(table("t0", 2**50, 64), use_virtual_table=True, total_num_buckets=2**10)
+    model = nn.ModuleDict({"sequence": stored})
     constraint = ParameterConstraints(sharding_types=[RW], compute_kernels=[kernel])
     assert "Tables do not fit" in refusal(model, {"t0": constraint})  # a fifth of all rows would be cached
     constraint.key_value_params = KeyValueParams(max_l1_cache_size=100)
-    planner = planned(model, {"t0": constraint})
-    (option,) = planner.options
+    made = planned(model, {"t0": constraint})
+    (option,) = made.options
     assert (option.sharding_type, option.compute_kernel) == (RW, kernel)
-    assert [shard.rank for shard in option.shards] == [0, 1, 2, 3] and planner.report().chosen.total_ms > 0
+    assert [shard.rank for shard in option.shards] == [0, 1, 2, 3] and made.report().chosen.total_ms > 0
 
 
 class EveryKernelSharder(EmbeddingBagCollectionSharder):
@@ -232,9 +202,9 @@ def test_a_mix_of_types_fits_where_torchrec_finds_no_plan() -> None:
     }
     with pytest.raises(PlannerError, match="insufficient storage|strict constraints"):
         EmbeddingShardingPlanner(**arguments).plan(model, [EmbeddingBagCollectionSharder()])
-    planner = DreamShardPlanner(**arguments)
-    planner.plan(model, [EmbeddingBagCollectionSharder()])
-    ranks = {option.name: [shard.rank for shard in option.shards] for option in planner.options}
+    made = DreamShardPlanner(**arguments)
+    made.plan(model, [EmbeddingBagCollectionSharder()])
+    ranks = {option.name: [shard.rank for shard in option.shards] for option in made.options}
     assert ranks["t0"] == ranks["t1"] != ranks["t2"] == ranks["t3"] == ranks["t4"] and sorted(ranks["t5"]) == [0, 1]
 
 
@@ -243,9 +213,9 @@ def test_hosts_that_are_not_whole_hold_no_tables_together(ranks: int, host: int)
     topology = Topology(ranks, "cuda", local_world_size=host, hbm_cap=GIB, ddr_cap=GIB)
 
     def made(**constraints: ParameterConstraints) -> DreamShardPlanner:
-        planner = DreamShardPlanner(topology=topology, batch_size=64, constraints=constraints, stats=[], debug=False)
-        planner.plan(bags((1000, 64), (200_000, 64)), SHARDERS)
-        return planner
+        planned = planner(topology=topology, constraints=constraints)
+        planned.plan(bags((1000, 64), (200_000, 64)), SHARDERS)
+        return planned
 
     assert TWRW not in {option.sharding_type for option in made()._enumerator.last_stored_search_space}
     with pytest.raises(PlannerError, match=f"'sparse.t0' .table_row_wise: {ranks} ranks are no whole number of hosts"):
@@ -253,8 +223,7 @@ def test_hosts_that_are_not_whole_hold_no_tables_together(ranks: int, host: int)
 
 
 def test_embedding_towers_are_refused_and_planned_without_their_sharders() -> None:
-    model = nn.Module()
-    model.tower = EmbeddingTower(bags((1000, 64), (2000, 64)).sparse, nn.Module())
+    model = nn.ModuleDict({"tower": EmbeddingTower(bags((1000, 64), (2000, 64))["sparse"], nn.Module())})
     fix = "'tower.t0' is in an embedding tower.*leave EmbeddingTowerSharder and EmbeddingTowerCollectionSharder out"
     with pytest.raises(PlannerError, match=fix):
         planned(model, {}, [EmbeddingTowerSharder(), *SHARDERS])
@@ -293,8 +262,7 @@ def test_a_component_alone_finds_constraints_by_all_keys() -> None:
 
 
 def test_tables_of_one_name_cannot_differ_in_their_constraints() -> None:
-    model = nn.Module()
-    model.a, model.b = bags((1000, 16)).sparse, bags((1000, 16)).sparse
+    model = nn.ModuleDict({name: collection(table("t0", 1000, 16)) for name in "ab"})
     with pytest.raises(PlannerError, match=r"'[ab].t0' and '[ab].t0' have one name and different constraints"):
         planned(model, {"a.t0": ParameterConstraints(sharding_types=[TW])})
     same = {fqn: ParameterConstraints(sharding_types=[TW]) for fqn in ("a.t0", "b.t0")}

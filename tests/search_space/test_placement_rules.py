@@ -2,6 +2,7 @@
 """Tables together, apart and on certain ranks: kept by every part that places tables, or refused with the reason."""
 
 import pytest
+import small_models
 from small_models import SHARDERS, collection, table, topology
 from torch import nn
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
@@ -14,9 +15,7 @@ TABLE_WISE = ("table_wise",)
 
 
 def model(tables: int = 8) -> nn.Module:
-    made = nn.Module()
-    made.sparse = collection(*(table(f"t{i}", 1000 * (i + 1), 16) for i in range(tables)))
-    return made
+    return nn.ModuleDict({"sparse": collection(*(table(f"t{i}", 1000 * (i + 1), 16) for i in range(tables)))})
 
 
 def ranks_of(planner: DreamShardPlanner) -> dict[str, set[int]]:
@@ -24,8 +23,7 @@ def ranks_of(planner: DreamShardPlanner) -> dict[str, set[int]]:
 
 
 def planner(rules: PlacementRules | None, ranks: int = 4, **changes) -> DreamShardPlanner:
-    arguments = {"topology": topology(ranks), "effort": "quick", **changes}
-    return DreamShardPlanner(batch_size=64, stats=[], debug=False, placement_rules=rules, **arguments)
+    return small_models.planner(**{"topology": topology(ranks), "placement_rules": rules, **changes})
 
 
 RULES = PlacementRules(
@@ -51,9 +49,7 @@ def test_rules_are_kept(sharding_types: tuple[str, ...] | None) -> None:
 
 def test_memory_and_rules_are_kept_together() -> None:
     """Packing finds what greedy placement does not."""
-    sizes = [table(f"t{i}", 1000, 16) for i in range(6)]
-    made = nn.Module()
-    made.sparse = collection(*sizes)
+    made = nn.ModuleDict({"sparse": collection(*(table(f"t{i}", 1000, 16) for i in range(6)))})
     tight = topology(3, memory=2 * 1000 * 16 * 4 + 3 * 64 * 3 * 100 * 3)
     rules = PlacementRules(apart=[("t0", "t1", "t2")], on_ranks={"t3": [0], "t0": [0, 1], "t1": [0, 1]})
     one = planner(rules, 3, topology=tight, sharding_types=TABLE_WISE)

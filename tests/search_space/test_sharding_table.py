@@ -99,9 +99,7 @@ SAMPLES = 512
 
 
 def toy_model() -> nn.Module:
-    model = nn.Module()
-    model.sparse = collection(*(table(f"t{i}", 1000, 64) for i in range(3)))
-    return model
+    return nn.ModuleDict({"sparse": collection(*(table(f"t{i}", 1000, 64) for i in range(3)))})
 
 
 @pytest.mark.usefixtures("toy")

@@ -9,19 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import small_models
 import torch
+from small_models import collection, managed, table
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import Topology
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
@@ -127,69 +120,55 @@ def test_damaged_histograms_name_their_feature(tmp_path: Path, ids: object, reas
         TableStatistics.from_json(path)
 
 
-def collection(rows: int, tables: int = 1) -> EmbeddingBagCollection:
-    configs = [
-        EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=128, feature_names=[f"f{i}"])
-        for i in range(tables)
-    ]
-    return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+def model(rows: int, tables: int = 1) -> nn.Module:
+    return nn.ModuleDict({"sparse": collection(*(table(f"t{i}", rows, 128) for i in range(tables)))})
 
 
 def planner(statistics: TableStatistics, **arguments) -> DreamShardPlanner:
     arguments.setdefault("topology", Topology(RANKS, "cuda", hbm_cap=2**34, local_world_size=RANKS))
-    return DreamShardPlanner(
-        batch_size=4096, statistics=statistics, cost_source="roofline", stats=[], debug=False, **arguments
-    )
+    given = {"batch_size": 4096, "cost_source": "roofline", "effort": "default"}
+    return small_models.planner(statistics=statistics, **given, **arguments)
 
 
 def test_tables_are_split_by_rows_only_where_rows_are_read_evenly() -> None:
     """One hot table among others: split, it costs kernels and collectives of its own, and must gain more."""
-    model = nn.Module()
-    model.sparse = collection(ROWS, tables=5)
     chosen = {}
     for shuffled in (True, False):
-        statistics = PowerLaw(exponent=1.3, shuffled=shuffled).statistics("f0", pooling=32)
+        statistics = PowerLaw(exponent=1.3, shuffled=shuffled).statistics("t0_f0", pooling=32)
         made = planner(statistics, sharding_types=("table_wise", "row_wise"))
-        plan = made.plan(model, [EmbeddingBagCollectionSharder()])
+        plan = made.plan(model(ROWS, tables=5), small_models.SHARDERS)
         chosen[shuffled] = plan.plan["sparse"]["t0"].sharding_type
     assert chosen == {True: "row_wise", False: "table_wise"}
 
 
 def test_the_report_says_which_block_is_heavy() -> None:
-    model = nn.Module()
-    model.sparse = collection(ROWS)
     for shuffled in (True, False):
-        made = planner(PowerLaw(shuffled=shuffled).statistics("f0"), sharding_types=("row_wise",))
-        made.plan(model, [EmbeddingBagCollectionSharder()])
+        made = planner(PowerLaw(shuffled=shuffled).statistics("t0_f0"), sharding_types=("row_wise",))
+        made.plan(model(ROWS), small_models.SHARDERS)
         notes = [note for note in made.report().notes if "of the lookups" in note.text]
         assert len(notes) == (0 if shuffled else 1)
         ranks = made.report().chosen.rank_ms
         assert (max(ranks) > 2 * min(ranks)) != shuffled
     assert notes[0].text.startswith("sparse.t0, row_wise: rank 0 has 8") and "with 12% of the rows" in notes[0].text
-    made = planner(PowerLaw().statistics("f0"), sharding_types=("row_wise",), topology=Topology(2, "cuda"))
-    made.plan(model, [EmbeddingBagCollectionSharder()])
+    made = planner(PowerLaw().statistics("t0_f0"), sharding_types=("row_wise",), topology=Topology(2, "cuda"))
+    made.plan(model(ROWS), small_models.SHARDERS)
     (note,) = [note.text for note in made.report().notes if note.code == "skew"]
     assert note.startswith("sparse.t0, row_wise: rank 0 has 9") and "with 50% of the rows" in note
 
 
 def test_ids_past_the_rows_place_nothing_and_the_report_says_so() -> None:
-    model = nn.Module()
-    model.sparse = collection(ROWS // 2)
-    made = planner(PowerLaw().statistics("f0"), sharding_types=("row_wise",))
-    made.plan(model, [EmbeddingBagCollectionSharder()])
+    made = planner(PowerLaw().statistics("t0_f0"), sharding_types=("row_wise",))
+    made.plan(model(ROWS // 2), small_models.SHARDERS)
     (note,) = [note.text for note in made.report().notes if "row blocks" in note.text]
     assert "sparse.t0" in note and "the table has 50,000 rows" in note
     assert len(set(made.report().chosen.rank_ms)) == 1
 
 
 def test_managed_collisions_hide_the_rows() -> None:
-    model, plain = nn.Module(), collection(ROWS)
-    managed = MCHManagedCollisionModule(ROWS, torch.device("meta"), DistanceLFU_EvictionPolicy(), eviction_interval=2)
-    collisions = ManagedCollisionCollection({"t0": managed}, plain.embedding_bag_configs())
-    model.sparse = ManagedCollisionEmbeddingBagCollection(plain, collisions)
     # TorchRec splits such a table over several ranks only in buckets, which this module has one of.
-    made = planner(PowerLaw().statistics("f0"), topology=Topology(1, "cuda", hbm_cap=2**34))
-    made.plan(model, [ManagedCollisionEmbeddingBagCollectionSharder()])
+    made = planner(PowerLaw().statistics("t0_f0"), topology=Topology(1, "cuda", hbm_cap=2**34))
+    hidden = nn.ModuleDict({"sparse": managed(model(ROWS)["sparse"], ROWS)})
+    made.plan(hidden, [ManagedCollisionEmbeddingBagCollectionSharder()])
     assert made.report().sharding_types == {"row_wise": 1}
     assert any("managed collisions" in note.text for note in made.report().notes)
 
