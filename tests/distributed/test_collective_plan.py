@@ -30,11 +30,7 @@ from dreamshard_planner import (
     driver,
 )
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveFit
-from dreamshard_planner.measure.collectives import (
-    PAYLOADS,
-    MeasuredCollectives,
-    measure,
-)
+from dreamshard_planner.measure.collectives import PAYLOADS, MeasuredCollectives, measure
 from dreamshard_planner.planning import ranks
 from tests import pretended
 from tests.counted import counted

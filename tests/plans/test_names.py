@@ -25,10 +25,7 @@ def spanning(**given) -> SavedPlan:
         for index, kind in enumerate(KINDS)
     }
     made = planner(
-        topology=Topology(4, "cuda", local_world_size=2),
-        constraints=constraints,
-        exact_training=False,
-        **given,
+        topology=Topology(4, "cuda", local_world_size=2), constraints=constraints, exact_training=False, **given
     )
     made.plan(collection(*(table(f"t{index}", 1000 * (index + 1), 32) for index in range(10))), SHARDERS)
     return made.saved_plan()
