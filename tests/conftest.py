@@ -30,12 +30,12 @@ for _name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "T
 multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 LONG = (
+    "test_ambient.py",
     "test_cli.py",
     "test_docs.py",
-    "test_every_process.py",
     "test_examples.py",
     "test_fuzz.py",
-    "test_gpu_command.py",
+    "test_gpu_benchmarks.py",
     "test_mixed_models.py",
     "test_moved_training.py",
     "test_placers.py",

@@ -34,7 +34,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus-per-node", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick")
 TIGHT = ("--memory", "1GB", "--host-memory", "1GB")
 MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
-"""Commands that test_cli.py, test_comparison.py and test_learning.py run."""
+"""Commands that test_cli.py and the tests of observing run."""
 
 
 def run(*arguments: str, status: int = 0):

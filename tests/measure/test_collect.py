@@ -1,24 +1,27 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A collection of measured sets survives whatever stops it."""
+"""Sets of tables: drawn over all kinds, and measured in blocks that continue."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torchrec.distributed.planner import Topology
 
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.errors import DatasetError, FileError
+from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dense_ms
+from dreamshard_planner.errors import DatasetError, FileError, TaskError
 from dreamshard_planner.measure.collect import collect
-from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.sets import draw_sets
+from dreamshard_planner.measure.kernels import Arena, check_group
+from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, GroupMix, draw_sets, set_work
 from dreamshard_planner.support.files import open_locked
-from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
 
-TABLES = [
+FEW_TABLES = [
     Table(f"t{i}", rows=100 * (i + 1), dim=(8, 16, 32)[i % 3], features=(FeatureStatistics(float(i % 7)),))
     for i in range(60)
 ]
-SMALL_SETS = draw_sets(TABLES, 12, seed=1, batch_sizes=(4, 8), max_tables=5)
+SMALL_SETS = draw_sets(FEW_TABLES, 12, seed=1, batch_sizes=(4, 8), max_tables=5)
 
 
 def run(sets: list, path: Path, **options) -> CostDataset:
@@ -74,3 +77,75 @@ def test_a_folder_has_one_collection_at_a_time_and_one_seed(tmp_path: Path) -> N
         run(SMALL_SETS, folder)
     with pytest.raises(DatasetError, match="seed 0, asked for 5"):
         run(SMALL_SETS, folder, seed=5)
+
+
+TABLES = [
+    Table(f"t{i}", rows=1000 * (i + 1), dim=(4, 8, 64, 256)[i % 4], features=(FeatureStatistics(float(i % 9)),))
+    for i in range(40)
+]
+WHOLE = [
+    Table(f"t{i}", rows=100 * (i + 1), dim=(8, 16, 32)[i % 3], features=(FeatureStatistics(float(i % 7)),))
+    for i in range(60)
+]
+OF_NAME = {table.name: table for table in TABLES}
+
+
+def test_sets_cover_sizes_and_attributes() -> None:
+    sets = draw_sets(WHOLE, 600, seed=3, batch_sizes=(16, 64), max_work=1e12)
+    sizes = [len(group) for group in sets]
+    assert min(sizes) == 1 and max(sizes) > 30 and 0.1 < sizes.count(1) / 600 < 0.3
+    for group in sets:
+        check_group(group)
+        assert len({workload.name for workload in group}) == len(group)
+    firsts = [group[0] for group in sets]
+    assert {w.batch_size for w in firsts} == {16, 64}
+    assert {w.weight_bytes for w in firsts} == {2, 4}
+    assert {w.optimizer for w in firsts} == {"sgd", "rowwise_adagrad", "adagrad"}
+    assert 20 < sum(not w.pooled for w in firsts) < 90 and 20 < sum(w.weighted for w in firsts) < 90
+    plain = GroupMix(sequence=0, weighted=0, fp16=0, rowwise_adagrad=1, adagrad=0, one_dim=1)
+    for group in draw_sets(WHOLE, 50, seed=0, mix=plain):
+        w = group[0]
+        assert (w.pooled, w.weighted, w.weight_bytes, w.optimizer) == (True, False, 4, "rowwise_adagrad")
+        assert len({w.dim for w in group}) == 1
+    with pytest.raises(TaskError, match="0 tables"):
+        draw_sets([], 1, seed=0)
+
+
+@pytest.mark.parametrize("shard_share", [0.0, 0.25])
+def test_sets_follow_the_seed_and_begin_alike(shard_share: float) -> None:
+    one, same, other = (draw_sets(WHOLE, 20, seed, shard_share=shard_share) for seed in (3, 3, 4))
+    assert one == same != other and draw_sets(WHOLE, 10, 3, shard_share=shard_share) == one[:10]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sets_stay_within_their_work(device: str) -> None:
+    sets = draw_sets(WHOLE, 200, seed=3, batch_sizes=(64,), max_work=20_000, device=device)
+    work = sorted(map(set_work, sets))
+    assert 15_000 < work[150] <= work[-1] <= 20_000
+    tables = [Table("light", 100, 8, (FeatureStatistics(10.0),)), Table("heavy", 100, 8, (FeatureStatistics(90.0),))]
+    for group in draw_sets(tables, 20, seed=0, batch_sizes=(64,), max_work=1.0, device=device):
+        assert [workload.name for workload in group] == ["light"]
+    heavy = [Table(f"heavy {i}", 100, 64, (FeatureStatistics(16.0),)) for i in range(100)]
+    sets = draw_sets(WHOLE + heavy, 200, seed=3, max_tables=100, device=device)
+    assert {w.batch_size for group in sets for w in group} == set(BATCH_SIZES[device])
+    work = sorted(set_work(group) for group in sets if len(group) > 1)
+    assert MAX_SET_WORK[device] / 2 < work[-1] <= MAX_SET_WORK[device]
+    assert work[len(work) // 2] < MAX_SET_WORK[device] / 5  # few are as large: they would take most of the time
+    cut = draw_sets(TABLES, 60, 3, (256,), max_work=2e5, device=device, shard_share=1)
+    assert all(set_work(group) <= 2e5 or len(group) == 1 for group in cut)
+
+
+def test_a_share_of_all_sets_is_of_shards() -> None:
+    sets = draw_sets(TABLES, 100, 3, (256,), shard_share=0.25)
+    whole = [all((s.rows, s.dim) == (OF_NAME[s.name].rows, OF_NAME[s.name].dim) for s in group) for group in sets]
+    assert whole[0] and whole.count(False) == pytest.approx(25, abs=3)
+    with pytest.raises(TaskError, match="between 0 and 1, got 2"):
+        draw_sets(TABLES, 7, 3, shard_share=2)
+
+
+def test_large_gradients_cost_more_per_element_on_cpu() -> None:
+    elements_P = torch.tensor([0.0, FRESH_BYTES / OUTPUT_BYTES / 2, FRESH_BYTES / OUTPUT_BYTES], dtype=torch.float64)
+    nothing, small, large = dense_ms(elements_P, CPU_DENSE_PASSES, Topology(2, "cpu")).tolist()
+    assert nothing == 0 and large > 4 * small > 0
+    cuda = Topology(2, "cuda", hbm_mem_bw=1e9)
+    assert dense_ms(elements_P, 7, cuda).tolist() == pytest.approx([7 * 4 * n / 1e9 for n in elements_P.tolist()])

@@ -1,23 +1,44 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Which optimizers and which mixtures of sharding types are taken for what."""
+"""Optimizers, mixtures and cuts that TorchRec or FBGEMM get wrong: what is planned instead, and what errors say."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from small_models import planner, table, topology
+from small_models import MB, SHARDERS, collection, planner, table, topology
+from torch import nn
 from torchrec import optim
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
+from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.optim import SGD
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.sharding_types import ELEMENTWISE_OPTIMIZERS
+from dreamshard_planner.search_space.sharding_types import (
+    CW,
+    DP,
+    ELEMENTWISE_OPTIMIZERS,
+    GRID,
+    HALF_REPLICAS,
+    LATE_MEANS,
+    MIXED_MEAN,
+    MOST_CUDA_COLUMNS,
+    RW,
+    TWRW,
+    VARIED_GRIDS,
+    WEIGHTED_MEANS,
+)
 from dreamshard_planner.torchrec_components.compat import optimizer_name
 
 
@@ -100,3 +121,127 @@ def test_a_sharder_or_kernels_that_leave_nothing_else_are_consent(
     for offers in (EmbeddingBagCollectionSharder(), Only("row_wise", kind)):  # an exact one, which the planner forbids
         with pytest.raises(PlannerError, match="'t'"):
             planner(topology=topology(2, device="cuda"), sharding_types=(kind,)).plan(module, [offers])
+
+
+GPUS = topology(2, 2**36, "cuda")
+
+
+@pytest.mark.parametrize("kinds", [None, [CW], [GRID]])
+@pytest.mark.parametrize("dim", [1024, 1536, 2048, 4096])
+def test_gpus_train_no_shards_that_are_too_wide(dim: int, kinds: list[str] | None) -> None:
+    model = collection(table("wide", 1000, dim), table("small", 1000, 64))
+    apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+    made = planner(topology=GPUS, constraints={"wide": ParameterConstraints(sharding_types=kinds)})
+    sharding = made.plan(model, SHARDERS).plan[""]["wide"]
+    widths = {shard.shard_sizes[1] for shard in sharding.sharding_spec.shards}
+    assert max(widths) <= MOST_CUDA_COLUMNS
+
+
+def test_cpus_train_any_width() -> None:
+    model = collection(table("wide", 1000, 4096))
+    constraints = {"wide": ParameterConstraints(sharding_types=["table_wise"])}
+    assert planner(constraints=constraints).plan(model, SHARDERS).plan[""]["wide"].sharding_type == "table_wise"
+
+
+def test_a_wide_table_that_must_not_be_sliced_is_refused_with_a_way_out() -> None:
+    model = collection(table("wide", 1000, 2048))
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    with pytest.raises(PlannerError, match=r"'wide'.*1,024 columns.*min_partition.*exact_training=False"):
+        planner(topology=GPUS).plan(model, SHARDERS)
+    made = planner(topology=GPUS, exact_training=False)
+    assert made.plan(model, SHARDERS).plan[""]["wide"].sharding_type == CW
+    wide = {"wide": ParameterConstraints(min_partition=2048)}
+    with pytest.raises(PlannerError, match=r"'wide'.*1,024 columns"):
+        planner(topology=GPUS, exact_training=False, constraints=wide).plan(model, SHARDERS)
+
+
+def carried(weights: bool) -> TableStatistics:
+    """Statistics of batches with weights or without."""
+    lengths, ids = torch.ones(128, dtype=torch.int64), torch.arange(128)
+    batch = KeyedJaggedTensor(["mean_f0", "sum_f0"], ids, torch.rand(128) if weights else None, lengths=lengths)
+    return TableStatistics.merge([TableStatistics.from_batches([batch])] * 2)
+
+
+@pytest.mark.parametrize("kind", [RW, TWRW])
+def test_means_of_batches_with_weights_keep_out_of_blocks_of_rows(kind: str) -> None:
+    model = collection(table("mean", 1000, 16, pooling=PoolingType.MEAN), table("sum", 1000, 16))
+    told: list[dict[str, Any]] = [
+        {"statistics": carried(True)},
+        {"constraints": {"mean": ParameterConstraints(is_weighted=True)}},
+    ]
+    for settings in told:
+        with pytest.raises(PlannerError, match=WEIGHTED_MEANS.text) as error:
+            planner(topology=GPUS, sharding_types=[kind], **settings).plan(model, SHARDERS)
+        assert "'mean'" in str(error.value)
+    made = planner(topology=GPUS, sharding_types=[kind], statistics=carried(False))
+    assert {one.sharding_type for one in made.plan(model, SHARDERS).plan[""].values()} == {kind}
+
+
+def test_grid_takes_varied_batches_where_torchrec_does() -> None:
+    model = collection(table("t", 1000, 256))
+    named = {"t": ParameterConstraints(sharding_types=[GRID], batch_sizes=[32])}
+    if hasattr(GridPooledEmbeddingDist, "_preprocess_batch_size_per_rank_per_feature"):
+        assert planner(topology=GPUS, constraints=named).plan(model, SHARDERS).plan[""]["t"].sharding_type == GRID
+        return
+    with pytest.raises(PlannerError, match=VARIED_GRIDS.text[:40]):
+        planner(topology=GPUS, constraints=named).plan(model, SHARDERS)
+    varied = TableStatistics(
+        {"t_f0": FeatureStatistics(1.0, batch_size=8), "u_f0": FeatureStatistics(1.0, batch_size=64)}
+    )
+    model = collection(table("t", 1000, 256), table("u", 1000, 256))
+    with pytest.raises(PlannerError, match=VARIED_GRIDS.text[:40]):
+        planner(topology=GPUS, sharding_types=[GRID], statistics=varied).plan(model, SHARDERS)
+
+
+@pytest.mark.parametrize("half", [DataType.FP16, DataType.BF16])
+def test_replicas_of_half_precision_say_why_they_are_left_out(half: DataType) -> None:
+    model = collection(table("narrow", 1000, 16, data_type=half))
+    apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(PlannerError) as error:
+        planner(sharding_types=[DP], optimizers_attached=True).plan(model, SHARDERS)
+    assert HALF_REPLICAS.text in str(error.value)
+
+
+MEAN = PoolingType.MEAN
+RANK_MB = 1024
+
+
+def rows_of(megabytes: int) -> int:
+    """Return the rows of a table with four columns."""
+    return megabytes * MB // 16
+
+
+def model(large_mb: int, **arguments) -> nn.Module:
+    large = collection(table("large", rows_of(large_mb), 4, pooling=MEAN), table("small", 100, 4), **arguments)
+    other = collection(table("mean", 100, 4, pooling=MEAN), table("sum", 100, 4))
+    return nn.ModuleDict({"large": large, "other": other})
+
+
+def types_of(plan) -> dict[str, str]:
+    return {name: sharding.sharding_type for module in plan.plan.values() for name, sharding in module.items()}
+
+
+def gpus(**arguments):
+    return planner(topology=topology(2, RANK_MB * MB, "cuda"), **arguments)
+
+
+def test_means_keep_out_of_rows() -> None:
+    assert types_of(gpus().plan(model(400), SHARDERS))["large"] not in LATE_MEANS
+
+
+def test_a_table_that_fits_in_rows_alone_is_refused_until_its_constraint_asks_for_rows() -> None:
+    asks = r"\(sharding_types=\['row_wise'\] in its constraint puts all tables of the module in rows\)"
+    with pytest.raises(PlannerError, match=f"'large.large' may not be .*row_wise, table_row_wise: {MIXED_MEAN} {asks}"):
+        gpus().plan(model(1100), SHARDERS)
+    rows = {"large": ParameterConstraints(sharding_types=["row_wise"])}
+    types = types_of(gpus(constraints=rows).plan(model(1100), SHARDERS))
+    assert types["large"] == "row_wise" and types["small"] in LATE_MEANS and types["mean"] not in LATE_MEANS
+
+
+def test_the_table_is_named_that_keeps_a_module_out_of_rows() -> None:
+    whole = {"small": ParameterConstraints(sharding_types=["table_wise"])}
+    why = f"'large.large' may not be .*row_wise, table_row_wise: {MIXED_MEAN}, and table 'large.small' may be neither"
+    with pytest.raises(PlannerError, match=why):
+        gpus(constraints=whole).plan(model(1100), SHARDERS)
+    with pytest.raises(PlannerError, match="'large.large' may not be .*: TorchRec divides weighted means by"):
+        gpus().plan(model(1100, weighted=True), SHARDERS)

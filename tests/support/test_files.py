@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Files are whole, have one writer at a time, and fail before the work rather than after it."""
+"""Files are whole, have one writer at a time, and fail before the work rather than after it; progress."""
 
 import os
 import resource
@@ -19,6 +19,7 @@ from dreamshard_planner.support.files import (
     read_json,
     write_whole,
 )
+from dreamshard_planner.support.progress import progress_bar
 
 
 @contextmanager
@@ -116,3 +117,10 @@ def test_json_of_any_form_is_read_in_bounds(tmp_path: Path) -> None:
     for special in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(StatisticsError, match=f"{special}: cannot be read: no regular file"):
             read_json(special, StatisticsError)
+
+
+def test_no_more_is_shown_than_there_is_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("at work", 3, enabled=True) as advance:
+        advance("", 2)
+        advance("", 5)
+    assert "3/3" in capsys.readouterr().err

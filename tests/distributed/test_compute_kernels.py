@@ -1,16 +1,19 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Plans by hand whose kernels are dense drop in-backward optimizers; prediction and model parallelism say so."""
+"""Dense kernels drop in-backward optimizers, and training does not depend on the memory of a kernel."""
 
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from ranks import Rank
+from ranks import Rank, gpu_ranks, run_on_ranks
+from tiny import LOCAL_BATCH, SHAPES, shard, train
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -70,3 +73,28 @@ def test_tables_that_a_plan_by_hand_does_not_train_are_named(launch: Callable[..
         else:
             assert changed == [False] and "0.t" in predicted[0] and "0.t" in sharded[0]
             assert "apply_optimizer_in_backward before construct_module_sharding_plan" in sharded[0]
+
+
+STEPS = 20
+
+
+def _train_from(rank: Rank, kernel: str) -> tuple[set[str], list[float]]:
+    constraints = {
+        f"t{index}": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=[kernel])
+        for index in range(len(SHAPES))
+    }
+    topology = Topology(rank.world_size, "cuda", hbm_cap=8 << 30, ddr_cap=8 << 30)
+    planner = DreamShardPlanner(topology=topology, batch_size=LOCAL_BATCH, constraints=constraints, stats=[])
+    model = shard(planner, rank)
+    (plan,) = model.plan.plan.values()
+    return {of.compute_kernel for of in plan.values()}, train(model, rank, STEPS, LOCAL_BATCH * rank.world_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+def test_losses_do_not_depend_on_where_weights_lie(kernel: str) -> None:
+    runs = {each: run_on_ranks(_train_from, each, world_size=gpu_ranks(), backend="nccl") for each in ("fused", kernel)}
+    for each, of_ranks in runs.items():
+        assert all(kernels == {each} for kernels, _ in of_ranks)
+    for (_, on_device), (_, elsewhere) in zip(*runs.values(), strict=True):
+        assert elsewhere == pytest.approx(on_device, rel=1e-5)

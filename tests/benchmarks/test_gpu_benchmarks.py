@@ -1,0 +1,113 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Benchmarks of GPUs: the commands of ``make gpu``, fused kernels, and the contest on a card."""
+
+import gzip
+import json
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import fused_kernels
+import gpu
+import gpu_contest
+import published_plan
+from dreamshard_planner.checkpoints.choice import resolve, shipped
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
+from fused_kernels import BASE, SWEEPS, moved_bytes
+from tests.torchrun import forked
+
+
+def test_scripts_know_all_options_that_the_commands_give(tmp_path: Path) -> None:
+    lines = gpu.commands("cuda", 8, tmp_path, "nvidia-x", 25)
+    assert list(lines) == ["tests", "kernels", "collectives", "checkpoint", "accuracy", "placements", "steps"]
+    assert "collectives" not in gpu.commands("cuda", 1, tmp_path, "nvidia-x", 25)
+    for line in lines.values():
+        before, _, after = line.partition(".py ")
+        if "compare_placements" in before or "fused_kernels" in before or "cost_accuracy" in before:
+            script = Path(f"{shlex.split(before)[-1]}.py")
+            known = re.findall(r'"(--[a-z-]+)"', script.read_text())
+            given = re.findall(r"(?<= )--[a-z-]+", f" {after}")
+            assert len(given) > 1 and set(given) <= set(known), script.name
+
+
+def test_a_short_run_on_two_ranks_ends_with_a_checkpoint_for_this_device(tmp_path: Path) -> None:
+    lines = gpu.commands("cpu", 2, tmp_path, "cpu", 0.1, quick=True)
+    for name, script, ranks in (("collectives", "measure/collectives.py", 2), ("checkpoint", "__main__.py", 1)):
+        launcher, *_, module, options = re.split(r" -m (\S+) ", lines[name])
+        assert launcher and module.replace(".", "/") in f"dreamshard_planner/{script}"
+        done = forked(gpu.ROOT / "dreamshard_planner" / script, *shlex.split(options), ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+    made = shipped(tmp_path, "cpu", "default")  # as auto looks for it
+    assert made.name == "cpu.safetensors" and made.metadata["dataset"]["sets"] >= 8
+    assert resolve(tmp_path / "cpu.safetensors", "cpu").cost is not None
+
+
+def test_moved_bytes_by_hand() -> None:
+    shape = replace(BASE, tables=3, dim=8, pooling=4, reuse_bin=1)
+    workloads = shape.workloads(batch_size=10, optimizer="sgd")
+    # Of each table: 40 lookups of 20 rows, each read twice; 10 outputs.
+    assert [(w.lookups, w.distinct_rows, w.output_elements) for w in workloads] == [(40, 20, 80)] * 3
+    forward, backward = moved_bytes(workloads)
+    assert forward == 3 * (40 * 8 + 40 * 8 * 4 + 80 * 4)
+    assert backward == 3 * (40 * 8 + 80 * 4 + 2 * 20 * 8 * 4)
+
+
+def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    options = ["--sweeps", "tables", "--batch-size", "16", "--repeats", "1", "--json", str(tmp_path / "r.json")]
+    monkeypatch.setattr(sys, "argv", ["fused_kernels.py", *options])
+    fused_kernels.main()
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [row["shape"]["tables"] for row in result["rows"]] == list(SWEEPS["tables"])
+    assert f"{result['copy_gb_per_s']:.1f} GB/s" in capsys.readouterr().out
+    (base,) = [row for row in result["rows"] if row["shape"]["tables"] == BASE.tables]
+    forward, _ = moved_bytes(BASE.workloads(16, "rowwise_adagrad"))
+    assert base["gb_per_s"][0] == pytest.approx(forward / base["ms"][0] / 1e6)
+
+
+def test_shards_of_the_published_plan_cover_every_table() -> None:
+    sizes = {row["table"]: row["rows"] * row["dim"] for row in published_plan.rows()}
+    found = {}
+    for module in published_plan.published_plan().plan.values():
+        for table, sharding in module.items():
+            shards = sharding.sharding_spec.shards
+            assert len(shards) == len(sharding.ranks) and max(sharding.ranks) < published_plan.RANKS
+            found[table] = sum(shard.shard_sizes[0] * shard.shard_sizes[1] for shard in shards)
+    assert found == sizes and len(sizes) == 1935
+
+
+def test_every_planner_of_a_task_fills_every_rank() -> None:
+    tables = tuple(Table(f"t{index}", 1000, 16, (FeatureStatistics(4.0),), optimizer="sgd") for index in range(2))
+    plans = gpu_contest.Task("small", tables, 8).plans(limit=5.0)
+    assert list(plans) == [gpu_contest.BASE, gpu_contest.OURS, gpu_contest.SAME_SLICES]
+    for entry in plans.values():
+        assert len(entry["kernels"]) == len(entry["extra_ms"]) == len(entry["predicted_ms"]) == 8
+        assert sum(entry["types"].values()) == 2 and max(entry["predicted_ms"]) > 0
+
+
+def test_each_rank_takes_the_sum_of_its_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    tables = [Table(f"t{index}", 1000, 16, (FeatureStatistics(4.0),)) for index in range(3)]
+    catalogue = gpu_contest.Catalogue()
+    indices = [catalogue.indices([workload])[0] for workload in workloads_of(tables, 64)]
+    shared = {"predicted_ms": [1.0, 1.0], "exchange_ms": 0.5, "ended": True, "extra_ms": [0.0, 0.25]}
+    plans = {
+        gpu_contest.BASE: {**shared, "kernels": [[indices[:2]], [indices[2:]]]},
+        gpu_contest.OURS: {**shared, "kernels": [[indices[:2], indices[2:]], []]},
+    }
+    task = {"task": "small", "plans": plans, "workloads": [json.loads(row) for row in catalogue.rows]}
+    file, record = tmp_path / "kernels.json.gz", tmp_path / "record.jsonl"
+    with gzip.open(file, "wt") as out:
+        json.dump({"commit": "", "date": "", "fields": gpu_contest.Catalogue.NAMES, "tasks": [task]}, out)
+    command = ["gpu_contest.py", "measure", str(file), "--record", str(record), "--device", "cpu", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+    gpu_contest.main()
+    told = json.loads(record.read_text().splitlines()[1])["plans"]
+    apart, joined = (told[name]["measured_ms"] for name in (gpu_contest.BASE, gpu_contest.OURS))
+    assert joined[0] == pytest.approx([sum(of_rank) for of_rank in zip(*apart, strict=True)])
+    assert joined[1] == [0.0, 0.0] and gpu_contest.slowest_ms(told[gpu_contest.OURS]) == pytest.approx(sum(joined[0]))
+    assert "kernels over TorchRec's" in capsys.readouterr().out
