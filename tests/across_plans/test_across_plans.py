@@ -6,7 +6,6 @@
 Shape letters: R rows, D dim.
 """
 
-import json
 import os
 import pickle
 import resource
@@ -26,13 +25,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from typer.testing import CliRunner
 
 from dreamshard_planner import CheckpointError, load_across_plans, save_across_plans
 from dreamshard_planner.across_plans import reading, saving
 from dreamshard_planner.across_plans.reading import BoundedReader, describe
-from dreamshard_planner.cli import app
 from dreamshard_planner.errors import FileError
+from tests.cli.test_commands import run, run_json
 from tests.faults import ended, start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -348,10 +346,9 @@ def test_foreign_metadata_is_refused_and_runs_nothing(
 def test_the_command_describes_a_checkpoint(tmp_path: Path) -> None:
     state = fused(((0, 0, ROWS, 4), (0, 4, ROWS, 12)), ("momentum1",))
     save_across_plans({**state, "top.bias": torch.zeros(5), "epoch": 3}, tmp_path / "saved")
-    runner, name = CliRunner(), str(tmp_path / "saved")
-    told = json.loads(runner.invoke(app, ["info", name, "--format", "json"]).stdout)
+    told = run_json("info", tmp_path / "saved")
     table = told["tables"]["ebc.t"]
     assert table["column_slices"] == [4, 12] and table["states"]["momentum1"] == [2 * ROWS]
     assert (table["rows"], table["dim"], table["data_type"]) == (ROWS, DIM, "float32")
     assert told["others"] == ["epoch", "top.bias"]
-    assert "ebc.t" in runner.invoke(app, ["info", name]).stdout
+    assert "ebc.t" in run("info", tmp_path / "saved").stdout

@@ -11,17 +11,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError, driver
 from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
-from dreamshard_planner.cli import app
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.devices import UNKNOWN_CARD
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.workload.features import FEATURE_NAMES, NETWORK_FEATURES
+from tests.cli.test_commands import run_json
 from tests.planning.test_context import model
 from tests.pretended import H100
 from tests.torchrec_components.test_plugin import SHARDERS, topology
@@ -211,11 +210,10 @@ def test_a_plan_tells_of_it_and_its_context_covers_it(folder: Path) -> None:
 
 def test_doctor_and_info_say_which_is_taken_and_why(folder: Path) -> None:
     keep(folder / "mine.safetensors")
-    findings = json.loads(CliRunner().invoke(app, ["doctor", "--format", "json"]).stdout)
-    found = {finding["subject"]: finding for finding in findings}
+    found = {finding["subject"]: finding for finding in run_json("doctor")}
     assert found["your checkpoints"]["found"] == f"mine.safetensors, in {folder}"
     assert "mine.safetensors" in found["costs on cpu"]["found"] and "your own" in found["costs on cpu"]["advice"]
-    told = json.loads(CliRunner().invoke(app, ["info", "auto", "--format", "json"]).stdout)
+    told = run_json("info", "auto")
     assert told["file"] == "mine.safetensors" and str(folder) in told["why"]
 
 
@@ -230,8 +228,7 @@ def test_a_damaged_one_is_an_error_that_names_it(folder: Path) -> None:
         keep(folder / "bad.safetensors", hardware={"threads": threads})
         with pytest.raises(CheckpointError, match="bad.safetensors: hardware.threads: .* got"):
             resolve("auto", "cpu")
-    doctor = CliRunner().invoke(app, ["doctor", "--format", "json"])
-    assert doctor.exit_code == 1 and "bad.safetensors" in doctor.stdout
+    assert "bad.safetensors" in str(run_json("doctor", status=1))
 
 
 def test_a_folder_that_cannot_be_read_is_told_and_one_that_cannot_be_made_is_an_error(

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve
-from dreamshard_planner.cli import app, costs
+from dreamshard_planner.cli import costs
 from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import predict_ms
@@ -21,13 +20,7 @@ from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.timing import CoreUse
 from dreamshard_planner.training import QUICK, TrainingConfig, calibrate, calibration, train
 from dreamshard_planner.training import config as training_config
-
-
-def dreamshard(*arguments: str, status: int = 0):
-    """In this process, which has torch already."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == status, result.output
-    return result
+from tests.cli.test_commands import run, run_json
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +33,7 @@ def _small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(tmp_path_factory) -> Path:
     """A tiny training from nothing on real kernels."""
     out = tmp_path_factory.mktemp("trained") / "tiny.safetensors"
-    result = dreamshard("train", "--out", str(out), "--quick", "--format", "json")
+    result = run("train", "--out", out, "--quick", "--format", "json")
     assert set(json.loads(result.stdout)) >= {"network_mape", "policy_over_rule"}
     return out
 
@@ -58,10 +51,10 @@ def test_training_starts_from_what_ships(tmp_path: Path, monkeypatch: pytest.Mon
     """Measured collectives stay those of the checkpoint in use."""
     in_use, out = resolve("auto", "cpu"), tmp_path / "from.safetensors"
     monkeypatch.setattr(costs, "_config", lambda *_: QUICK)
-    dreamshard("train", "--out", str(out), "--seconds", "4")
+    run("train", "--out", out, "--seconds", "4")
     made = Checkpoint.load(out).metadata
     assert made["collectives"] == in_use.metadata["collectives"]
-    told = dreamshard("info", str(out)).stdout
+    told = run("info", out).stdout
     assert "cpu.safetensors, measured on" in made["started_from"] and "network starts from" in told
 
 
@@ -94,9 +87,9 @@ def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path) -> None:
-    dreamshard(
-        "fit", "--dataset", str(trained.with_suffix(".dataset.npz")), "--test-dataset",
-        str(trained.with_suffix(".test.npz")), "--out", str(tmp_path / "fitted.safetensors"), "--quick",
+    run(
+        "fit", "--dataset", trained.with_suffix(".dataset.npz"), "--test-dataset",
+        trained.with_suffix(".test.npz"), "--out", tmp_path / "fitted.safetensors", "--quick",
     )  # fmt: skip
     assert Checkpoint.load(tmp_path / "fitted.safetensors").cost is not None
     measured, once, few = (tmp_path / f"{name}.npz" for name in ("measured", "once", "few"))
@@ -106,9 +99,9 @@ def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path
     replace(sets, samples_ms=sets.samples_ms[:, :1], reference_ms=sets.reference_ms[:, :1]).save(once)
     sets.select(range(5)).save(few)
     with_test = ("fit", "--test-dataset", str(measured), "--out", str(tmp_path / "none.safetensors"), "--dataset")
-    refused = dreamshard(*with_test, str(measured), "--dataset", str(once), status=1).stderr
+    refused = run(*with_test, measured, "--dataset", once, status=1).stderr
     assert f"{once} does not go with {measured}: 1 timed runs of each set, and 2 in the first" in refused
-    assert "at least 8 measured sets, got 5" in dreamshard(*with_test, str(few), status=1).stderr
+    assert "at least 8 measured sets, got 5" in run(*with_test, few, status=1).stderr
 
 
 def test_fit_names_what_it_keeps_by_the_hardware(
@@ -119,7 +112,7 @@ def test_fit_names_what_it_keeps_by_the_hardware(
     monkeypatch.setattr(costs, "_config", lambda *_: QUICK)
     sets, measured = CostDataset.load(trained.with_suffix(".dataset.npz")), tmp_path / "sets.npz"
     replace(sets, hardware={**sets.hardware, "name": "abacus"}).save(measured)
-    told = dreamshard("fit", "--dataset", str(measured), "--test-dataset", str(measured)).stderr
+    told = run("fit", "--dataset", measured, "--test-dataset", measured).stderr
     (kept,) = (tmp_path / "checkpoints").iterdir()
     assert f"kept in {kept}; dreamshard info auto tells" in told
     assert Checkpoint.load(kept).metadata["hardware"]["name"] == "abacus"
@@ -131,7 +124,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     """Whatever else this machine does just now: --force."""
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
     options = ("--costs", str(trained), "--seconds", "4", "--force", "--format", "json")
-    result = dreamshard("calibrate", *options)
+    result = run("calibrate", *options)
     told, (out,) = json.loads(result.stdout), (tmp_path / "checkpoints").iterdir()  # nothing that a later one continues
     assert f"kept in {out}" in result.stderr and out.name.endswith("-1-threads-calibrated.safetensors")
     assert told["from"] == trained.name and told["clock"] == "processor time" and 0 <= told["others_share"] <= 1
@@ -142,7 +135,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
     assert set(made["corrections"]) <= set(OPTIMIZERS)
     job = ("--tables", "merlin_tiny", "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick")
-    report = json.loads(dreamshard("plan", *job, "--format", "json").stdout)["report"]
+    report = run_json("plan", *job)["report"]
     said = " ".join(note["text"] for note in report["notes"])
     assert out.name in report["cost_source"]
     assert f"{out.name} is one of your own" in said and made["calibration"]["checked"] in said
@@ -157,16 +150,16 @@ def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path
     plan, out = str(tmp_path / "plan.json"), str(tmp_path / "x.safetensors")
     given = ("--tables", str(tmp_path / "tables.json"))
     job = (*given, "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick", "--out", plan)
-    dreamshard("plan", *job)
+    run("plan", *job)
     options = ("calibrate", "--costs", str(trained), "--seconds", "1", "--force", "--out", out)
     for source, batches in ((("--plan", plan), "128 to 128"), (given, "")):
-        dreamshard(*options, *source)
+        run(*options, *source)
         told = Checkpoint.load(out).metadata["calibration"]
         # Adam goes with row-wise Adagrad.
         assert {check["optimizer"] for check in told["checks"]} == {"rowwise_adagrad", "adagrad"}
         assert f"dims 16 to 16, batches {batches}" in told["checked"]
     for wrong in ((*given, "--plan", plan), ("--statistics", plan), ("--tables", "json:loads")):
-        dreamshard(*options, *wrong, status=1 if "json:loads" in wrong else 2)
+        run(*options, *wrong, status=1 if "json:loads" in wrong else 2)
 
 
 @pytest.fixture
@@ -202,11 +195,11 @@ def test_calibration_refuses_and_leaves_what_is_there(
     out.write_bytes(b"what is there")
     quick_sets(shipped, **invented)
     options = ("calibrate", "--costs", str(SHIPPED / "cpu.safetensors"), "--out", str(out))
-    said = " ".join(dreamshard(*options, status=1).stderr.split())
+    said = " ".join(run(*options, status=1).stderr.split())
     assert reason in said and f"{out} stays as it was" in said and "--force" in said
     assert "backward of row-wise Adagrad" in said and out.read_bytes() == b"what is there"
     quick_sets(shipped)
-    said = dreamshard(*options).stdout.splitlines()
+    said = run(*options).stdout.splitlines()
     assert said[3] == "backward of row-wise Adagrad was 50 % too low, is now 0 % off: good" and len(said) == 6
     made = Checkpoint.load(out)
     quick_sets(shipped)  # what is right already stays, and is said to be checked
@@ -218,17 +211,17 @@ def test_calibration_refuses_and_leaves_what_is_there(
 def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
     out = tmp_path / "sets.npz"
     command = ["collect", "--out", str(out), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2"]
-    first = dreamshard(*command, "--sets", "16", "--seconds", "0.01")
+    first = run(*command, "--sets", "16", "--seconds", "0.01")
     assert "8 of 16 sets" in first.stdout
-    second = json.loads(dreamshard(*command, "--sets", "16", "--format", "json").stdout)
+    second = run_json(*command, "--sets", "16")
     assert second["sets"] == 16 and second["spread_of_repeats"] > 0
-    other = dreamshard(*command, "--sets", "16", "--held-out", status=1)
+    other = run(*command, "--sets", "16", "--held-out", status=1)
     assert "sets.blocks" in other.stderr and other.stdout == ""
 
 
 def test_without_a_network_calibration_names_the_command_that_makes_one(tmp_path: Path) -> None:
     command = ("calibrate", "--costs", str(SHIPPED / "roofline.safetensors"), "--out", str(tmp_path / "x"))
-    assert "dreamshard train --device cpu" in dreamshard(*command, status=1).stderr
+    assert "dreamshard train --device cpu" in run(*command, status=1).stderr
 
 
 def test_reports_mark_a_checkpoint_that_was_made_in_a_hurry(trained: Path) -> None:

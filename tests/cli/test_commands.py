@@ -37,12 +37,18 @@ MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
 """Commands that test_cli.py and the tests of observing run."""
 
 
-def run(*arguments: str, status: int = 0):
-    result = CliRunner().invoke(app, list(arguments))
+def run(*arguments: str | Path, status: int = 0):
+    """Run a command in this process."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == status, result.output
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
+
+
+def run_json(*arguments: str | Path, status: int = 0) -> Any:
+    """Return what a command prints as JSON."""
+    return json.loads(run(*arguments, "--format", "json", status=status).stdout)
 
 
 def commands(of: typer.Typer = app) -> Iterator[typer.models.CommandInfo]:
@@ -73,8 +79,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tuesday.to_json(folder / "tuesday.json")
     tuesday.to_json(folder / "statistics.json")
     for name in ("before", "plan"):
-        run("plan", *SMALL, "--out", str(folder / f"{name}.json"))
-    run("plan", *SMALL, "--sharding-types", "table_wise", "--out", str(folder / "after.json"))
+        run("plan", *SMALL, "--out", folder / f"{name}.json")
+    run("plan", *SMALL, "--sharding-types", "table_wise", "--out", folder / "after.json")
     return folder
 
 
@@ -128,7 +134,7 @@ def test_every_command_has_help_with_an_example_that_works(
     done = run(*arguments)
     assert done.stdout and (words != ["stats", "parquet"] or "hold no lists: user; name" in done.stderr)
     if words[0] != "plan":  # below, of fewer tables
-        assert json.loads(run(*arguments, "--format", "json").stdout)
+        assert run_json(*arguments)
 
 
 def _parquet(path: Path) -> None:
@@ -139,15 +145,13 @@ def _parquet(path: Path) -> None:
 
 
 def test_plan_tells_where_costs_and_bandwidths_come_from() -> None:
-    document = json.loads(
-        run("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--batch-size", "256", "--format", "json").stdout
-    )
+    document = run_json("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--batch-size", "256")
     (note,) = [note["text"] for note in document["report"]["notes"] if "TorchRec's defaults" in note["text"]]
     assert "hbm_cap" in note and "hbm_mem_bw" in note and "644 GB/s" in note
-    named = json.loads(run("plan", *SMALL, "--format", "json").stdout)
+    named = run_json("plan", *SMALL)
     assert not [note for note in named["report"]["notes"] if "TorchRec's defaults" in note["text"]]
     assert "nvidia-h100-80gb-hbm3" in named["report"]["cost_source"] and named["ranks"] == 2
-    other = json.loads(run("plan", *SMALL, "--gpu", "a100-80", "--format", "json").stdout)
+    other = run_json("plan", *SMALL, "--gpu", "a100-80")
     assert "2039 GB/s" in other["report"]["cost_source"]
     assert named["plan"]["format"] == "dreamshard_planner plan"
 
@@ -155,7 +159,7 @@ def test_plan_tells_where_costs_and_bandwidths_come_from() -> None:
 def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = run("plan", *SMALL, "--statistics", str(folder / "tuesday.json")).stdout
+    shown = run("plan", *SMALL, "--statistics", folder / "tuesday.json").stdout
     assert "sequences_64.history" in shown and "TorchRec" in shown
     (tmp_path / "my_model.py").write_text(
         "from dreamshard_planner.offline.jobs import read_model\n"
@@ -164,7 +168,7 @@ def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     job = ("--ranks", "2", "--device", "cpu", "--memory", "16GiB", "--batch-size", "64", "--effort", "quick")
-    document = json.loads(run("plan", "--tables", "my_model:make", *job, "--format", "json").stdout)
+    document = run_json("plan", "--tables", "my_model:make", *job)
     assert len(document["report"]["tables"]) == 8 and document["machine"] == "2 CPU ranks"
     for source, reason in (
         ("my_model:broken", "RuntimeError: no data"),
@@ -187,7 +191,7 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
         assert "the 20 costliest of 25" in few and few.count("table_wise   ") == 20
     lengths = map(len, (planned.stdout + shown + run("explain", file).stdout).split())
     assert max(lengths) < 220  # a line below a heading
-    assert len(json.loads(run("report", file, "--format", "json").stdout)["predicted"]["chosen"]["forward_ms"]) == 18
+    assert len(run_json("report", file)["predicted"]["chosen"]["forward_ms"]) == 18
 
 
 @pytest.mark.parametrize(
@@ -293,11 +297,11 @@ def test_info_tells_the_kind_of_each_file(folder: Path, tmp_path: Path) -> None:
         EXAMPLE: "tables",
     }
     for source, kind in kinds.items():
-        assert json.loads(run("info", source, "--format", "json").stdout)["kind"] == kind
+        assert run_json("info", source)["kind"] == kind
         assert kind in run("info", source).stdout
-    assert json.loads(run("info", "auto", "--device", "cpu", "--format", "json").stdout)["hardware"]["device"] == "cpu"
-    assert "no kind" in run("info", str(foreign), status=1).stderr
-    assert re.search(r"total_ms +[\d.]+", run("info", str(folder / "plan.json")).stdout)
+    assert run_json("info", "auto", "--device", "cpu")["hardware"]["device"] == "cpu"
+    assert "no kind" in run("info", foreign, status=1).stderr
+    assert re.search(r"total_ms +[\d.]+", run("info", folder / "plan.json").stdout)
     page = run("info", "auto").stdout
     assert re.search(r"error +\d+% forward, \d+% backward, on held-out sets of all kinds", page)
     assert re.search(r"all_to_all +[\d.]+ ms and [\d,.]+ GB/s of a rank", page) and "000,000,000" not in page
@@ -306,7 +310,7 @@ def test_info_tells_the_kind_of_each_file(folder: Path, tmp_path: Path) -> None:
 def test_doctor_names_the_checkpoint_and_what_cuda_lacks() -> None:
     import torch
 
-    found = {finding["subject"]: finding for finding in json.loads(run("doctor", "--format", "json").stdout)}
+    found = {finding["subject"]: finding for finding in run_json("doctor")}
     assert found["torch"]["found"] == importlib.metadata.version("torch") and found["torchrec"]["verdict"] == "ok"
     assert "cpu.safetensors" in found["costs on cpu"]["found"]
     if not torch.cuda.is_available():
@@ -324,7 +328,7 @@ def test_doctor_says_what_to_install_and_fails_where_nothing_can_be_planned(monk
         return importlib.import_module(name)
 
     monkeypatch.setattr(diagnosis, "import_module", broken)
-    found = json.loads(run("doctor", "--format", "json", status=1).stdout)
+    found = run_json("doctor", status=1)
     (torchrec,) = [finding for finding in found if finding["subject"] == "torchrec"]
     assert torchrec["verdict"] == "broken" and "libc10.so" in torchrec["found"]
     assert torchrec["advice"] == environment.how_to_install(environment.TORCHREC)
@@ -332,14 +336,14 @@ def test_doctor_says_what_to_install_and_fails_where_nothing_can_be_planned(monk
 
 def test_explain_tells_of_a_rank_of_a_plan_by_default_of_the_slowest(folder: Path) -> None:
     plan = folder / "plan.json"
-    document = json.loads(run("explain", str(plan), "--format", "json").stdout)
+    document = run_json("explain", plan)
     assert document["rank"] == max(range(2), key=lambda rank: document["rank_ms"][rank]) and document["tables"]
     predicted = json.loads(plan.read_text())["predicted"]["chosen"]
     assert document["total_ms"] == pytest.approx(predicted["total_ms"], rel=1e-4)
-    other = run("explain", str(folder / "after.json"), "--rank", "1").stdout
+    other = run("explain", folder / "after.json", "--rank", "1").stdout
     assert "Rank 1 of 2" in other and "    moved: " in other
-    assert "rank 7" in run("explain", str(plan), "--rank", "7", status=1).stderr.lower()
-    assert "foreign.json" in run("explain", str(folder / "foreign.json"), status=1).stderr
+    assert "rank 7" in run("explain", plan, "--rank", "7", status=1).stderr.lower()
+    assert "foreign.json" in run("explain", folder / "foreign.json", status=1).stderr
 
 
 def test_commands_keep_the_effort_of_a_plan_unless_they_are_told_another(tmp_path: Path) -> None:
@@ -385,12 +389,12 @@ def test_calibration_reads_tables_as_they_and_statistics_say(
         (found,) = begun.value.args
         assert [feature.pooling_factor for feature in found["item_id"]] == [lookups, 40.0]
     TableStatistics({"elsewhere": FeatureStatistics(4.0)}).to_json(other := tmp_path / "other.json")
-    assert "'elsewhere'" in run(*command, "--statistics", str(other), status=1).stderr
+    assert "'elsewhere'" in run(*command, "--statistics", other, status=1).stderr
 
 
 def test_plans_are_written_out_where_that_is_asked_for(folder: Path, tmp_path: Path, monkeypatch) -> None:
     """Plans of thousands of tables have megabytes of JSON: none for tables, and numbers side by side."""
-    printed = run("plan", *SMALL, "--format", "json", "--out", str(tmp_path / "plan.json")).stdout
+    printed = run("plan", *SMALL, "--format", "json", "--out", tmp_path / "plan.json").stdout
     saved = json.loads((tmp_path / "plan.json").read_text())
     assert json.loads(printed)["plan"] == saved
     plan = str(folder / "plan.json")
@@ -423,15 +427,13 @@ def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -
 
 def test_rules_of_the_command_line_are_kept(tmp_path: Path) -> None:
     rules = ("--together", "user_id,item_id,city", "--apart", "brand,category", "--on-ranks", "country=1")
-    report = json.loads(run("plan", *SMALL, *rules, "--on-ranks", "city=0-0", "--format", "json").stdout)["report"]
+    report = run_json("plan", *SMALL, *rules, "--on-ranks", "city=0-0")["report"]
     ranks = {table["name"].partition(".")[2]: table["ranks"] for table in report["tables"]}
     assert ranks["user_id"] == ranks["item_id"] == ranks["city"] == [0] and ranks["country"] == [1]
     assert not set(ranks["brand"]) & set(ranks["category"])
     plan = str(tmp_path / "plan.json")
     run("plan", *SMALL, *rules, "--out", plan)
-    fewer, more = json.loads(run("what-if", plan, "--vary", "gpus-per-node=1,4", "--format", "json").stdout)["sweeps"][
-        "ranks"
-    ]
+    fewer, more = run_json("what-if", plan, "--vary", "gpus-per-node=1,4")["sweeps"]["ranks"]
     assert "there are ranks 0 to 0" in fewer["reason"] and more["total_ms"] > 0
 
 
@@ -443,7 +445,7 @@ def test_ranks_that_there_are_not_are_not_lost(folder: Path) -> None:
 def test_what_if_varies_what_is_asked(folder: Path, tmp_path: Path) -> None:
     plan = str(tmp_path / "tight.json")
     run("plan", *SMALL, "--memory", "12GB", "--host-memory", "1GB", "--out", plan)
-    document = json.loads(run("what-if", plan, "--vary", "gpus-per-node=1,4", "--format", "json").stdout)
+    document = run_json("what-if", plan, "--vary", "gpus-per-node=1,4")
     base, (tight, wide) = document["base"], document["sweeps"]["ranks"]
     assert "H100" in base["machine"] and (base["ranks"], base["batch_size"]) == (2, 256)
     assert (tight["ranks"], wide["ranks"]) == (1, 4) and wide["total_ms"] > 0
@@ -452,10 +454,10 @@ def test_what_if_varies_what_is_asked(folder: Path, tmp_path: Path) -> None:
     shown = run("what-if", plan, *given)
     assert all(words in shown.stdout for words in ("effort quick", "not fit", "gpu h200", "intra-bandwidth 100.0 GB/s"))
     several = ("--vary", "gpus-per-node=1", "--vary", "ranks=4,1", "--vary", "nodes=2", "--format", "json")
-    sweeps = json.loads(run("what-if", str(folder / "plan.json"), *several).stdout)["sweeps"]
+    sweeps = json.loads(run("what-if", folder / "plan.json", *several).stdout)["sweeps"]
     values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
     assert values == {"ranks": [1, 4], "hosts": [2]}
-    sweeps = json.loads(run("what-if", str(folder / "plan.json"), "--format", "json").stdout)["sweeps"]
+    sweeps = run_json("what-if", folder / "plan.json")["sweeps"]
     values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
     slow, fast = values.pop("intra_bytes_per_s")
     assert values == {"ranks": [1, 4], "batch_size": [128, 512]} and fast == 4 * slow
@@ -471,14 +473,12 @@ def test_drift_and_what_planning_again_gains(folder: Path) -> None:
     run("plan", *SMALL, "--statistics", files[0], "--effort", "quick", "--out", plan)
     told = run("stats", "diff", "--plan", plan, files[1], "--worth", "1", "--effort", "quick").stdout
     assert "Verdict: keep the plan. By tuesday.json, " in told and "1 of 3 features drifted" in told
-    again = json.loads(
-        run("stats", "diff", "--plan", plan, *files, "--worth", "0", "--format", "json", status=3).stdout
-    )
+    again = run_json("stats", "diff", "--plan", plan, *files, "--worth", "0", status=3)
     assert again["verdict"] == "plan again" and again["replanning"]["again_ms"] <= again["replanning"]["keep_ms"]
     document = json.loads(Path(plan).read_text())
     none = {**document, "inputs": {**document["inputs"], "features": {}, "statistics": None}}
     (folder / "none.json").write_text(json.dumps(none))
-    without = run("stats", "diff", "--plan", str(folder / "none.json"), files[1], status=1).stderr
+    without = run("stats", "diff", "--plan", folder / "none.json", files[1], status=1).stderr
     assert "none.json holds no statistics, so no drift can be seen: give the statistics that it was made" in without
     assert "give two files of statistics, or --plan" in run("stats", "diff", files[0], status=2).stderr
     merged = str(folder / "merged.json")

@@ -9,13 +9,12 @@ import pytest
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from typer.testing import CliRunner
 
 from dreamshard_planner import DreamShardPlanner, JsonPlanLoader, PlanError, TableStatistics, compare
-from dreamshard_planner.cli import app
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.hot_rows.hot_set import hot_rows_of
 from dreamshard_planner.plans.plan_file import SavedPlan
+from tests.cli.test_commands import run, run_json
 from tests.hot_rows.zipf import FEATURES, sequence_model, zipf_batches
 
 ROWS, DIM, SAMPLES, LOOKUPS, NODES = 20_000, 32, 256, 50, 4
@@ -113,12 +112,6 @@ def test_replan_proposes_the_hot_rows_of_drifted_data_when_they_pay(planner: Dre
     assert planner.replan(saved, steps=10**9, statistics=_statistics()).stays
 
 
-def _run(*arguments: str | Path, status: int = 0) -> str:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == status, result.output
-    return result.stdout
-
-
 def test_commands_plan_show_vary_and_replan_hot_rows(tmp_path: Path) -> None:
     tables, known, plan = (tmp_path / f"{name}.json" for name in ("tables", "statistics", "plan"))
     listed = [{"name": f"t{i}", "feature_names": [feature], **TABLE} for i, feature in enumerate(FEATURES)]
@@ -126,15 +119,15 @@ def test_commands_plan_show_vary_and_replan_hot_rows(tmp_path: Path) -> None:
     _statistics().to_json(known)
     job = ("--tables", tables, "--gpus-per-node", 4, "--nodes", NODES, "--gpu", "h100", "--batch-size", SAMPLES)
     hot = ("--statistics", known, "--hot-rows", "512KiB", "--vocabulary", "november", "--effort", "quick")
-    assert "hot rows lower the predicted step" in _run("plan", *job, *hot, "--out", plan)
-    told = json.loads(_run("info", plan, "--format", "json"))
+    assert "hot rows lower the predicted step" in run("plan", *job, *hot, "--out", plan).stdout
+    told = run_json("info", plan)
     assert told["inputs"]["settings"]["vocabulary"] == "november"
     rows = told["sharding"]["sequences_32"]["t0"]["hot_rows"].removesuffix(" entries")
-    assert f"with {rows} hot rows" in _run("explain", plan)
-    sweep = json.loads(_run("what-if", plan, "--vary", "hot-rows=0KB,16KiB,512KiB", "--format", "json"))
+    assert f"with {rows} hot rows" in run("explain", plan).stdout
+    sweep = run_json("what-if", plan, "--vary", "hot-rows=0KB,16KiB,512KiB")
     cost_ms = [point["total_ms"] for point in sweep["sweeps"]["hot_rows_bytes"]]
     assert cost_ms[0] > 1.05 * cost_ms[1] > 1.05 * cost_ms[2] == pytest.approx(1.05 * sweep["base"]["total_ms"])
     _statistics(shift=777).to_json(known)
-    _run("replan", plan, "--statistics", known, "--steps", "1e9", "--out", tmp_path / "new.json", status=3)
+    run("replan", plan, "--statistics", known, "--steps", "1e9", "--out", tmp_path / "new.json", status=3)
     new, old = (dict(SavedPlan.load(file).tables()) for file in (tmp_path / "new.json", plan))
     assert all(table.hot_rows and table.hot_rows != old[name].hot_rows for name, table in new.items())

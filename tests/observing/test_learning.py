@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError
 from dreamshard_planner.checkpoints.choice import SHIPPED, new_file, resolve
-from dreamshard_planner.cli import app
 from dreamshard_planner.cli.diagnosis import diagnose
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVISION, CollectiveFit
 from dreamshard_planner.cost.network import mape_2, predict_ms
@@ -20,6 +18,7 @@ from dreamshard_planner.observing.learning import learn, observed_sets
 from dreamshard_planner.observing.observation import ObservedRun, ObservedTable, RankSteps
 from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.workload.tables import FeatureStatistics
+from tests.cli.test_commands import run
 from tests.observing.runs import (
     LOCAL_BATCH,
     MEMORY,
@@ -45,10 +44,9 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
         one.save(tmp_path / file)
     prior = resolve("roofline", "cpu")
     command = ["learn", str(tmp_path / "a.json"), "--costs", "roofline"]
-    assert "say where to, --out FILE" in CliRunner().invoke(app, command).output.replace("\n", " ")
+    assert "say where to, --out FILE" in run(*command, status=2).stderr.replace("\n", " ")
     out = new_file(seen.hardware, "learned")  # where it is kept if nobody says
-    result = CliRunner().invoke(app, [*command, "--out", str(out)])
-    assert result.exit_code == 0, result.output
+    result = run(*command, "--out", out)
     made = resolve("auto", "cpu")
     assert made.name.endswith("-learned.safetensors") and made.metadata["learned"]["steps"] == 16
     sets = observed_sets(Observation.load(tmp_path / "b.json"))[0]
@@ -62,7 +60,7 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
     assert (
         said in result.output and "never observed, and as before: SGD, row-wise Adagrad, column_wise" in result.output
     )
-    assert said in CliRunner().invoke(app, ["info", "auto"]).output.replace("\n", " ")
+    assert said in run("info", "auto").output.replace("\n", " ")
     (finding,) = (one for one in diagnose() if one.subject == "costs on cpu")
     assert "bandwidths, costs learned from 2 runs on this hardware" in finding.found
     planner = DreamShardPlanner(topology=cpu, batch_size=LOCAL_BATCH)
@@ -82,9 +80,7 @@ def test_auto_takes_what_was_learned_for_its_hardware_and_threads(
 
     def told(**hardware: str | int) -> str:
         observation(1, **hardware).save(tmp_path / "seen.json")
-        result = CliRunner().invoke(app, ["learn", str(tmp_path / "seen.json"), "--force"])
-        assert result.exit_code == 0, result.output
-        return " ".join(result.stderr.split())
+        return " ".join(run("learn", tmp_path / "seen.json", "--force").stderr.split())
 
     h100 = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3"}
     for hardware, shipped in ((h100, "nvidia-h100-80gb-hbm3"), ({"name": "abacus"}, "cpu")):
@@ -104,10 +100,10 @@ def test_what_was_observed_in_earlier_runs_is_not_called_unseen(tmp_path: Path) 
     said = []
     for optimizer, kind in (("adagrad", "table_wise"), ("sgd", "row_wise"), ("sgd", "row_wise")):
         runs = []
-        for run in seen.runs:
-            kernels = (replace(of.kernels[0], optimizer=optimizer, sharding_type=kind) for of in run.ranks)
-            ranks = (replace(of, kernels=(one,)) for of, one in zip(run.ranks, kernels, strict=True))
-            runs.append(replace(run, ranks=tuple(ranks)))
+        for seen_run in seen.runs:
+            kernels = (replace(of.kernels[0], optimizer=optimizer, sharding_type=kind) for of in seen_run.ranks)
+            ranks = (replace(of, kernels=(one,)) for of, one in zip(seen_run.ranks, kernels, strict=True))
+            runs.append(replace(seen_run, ranks=tuple(ranks)))
         made = learn(made, replace(seen, runs=tuple(runs)), tmp_path / "learned.safetensors", force=True)
         said.append(made.metadata["learned"]["said"].rpartition("% off); ")[2])
     assert said[0].startswith("never observed, and as before: SGD, row-wise Adagrad, ") and "row_wise," in said[0]
@@ -144,8 +140,8 @@ def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -
         learn(resolve("roofline", "cpu"), replace(one, runs=(replace(one.runs[0], ranks=(other,)),)), out)
     file = tmp_path / "one.json"
     one.save(file)
-    result = CliRunner().invoke(app, ["learn", str(file), "--costs", "roofline", "--out", str(out)])
-    assert result.exit_code == 1 and "stays as it was" in result.stderr and out.read_bytes() == content
+    refused = run("learn", file, "--costs", "roofline", "--out", out, status=1).stderr
+    assert "stays as it was" in refused and out.read_bytes() == content
 
 
 @pytest.mark.parametrize("sharding_type, place", [("column_wise", (0, 32)), ("row_wise", (1500, 0))])
@@ -253,9 +249,9 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
     for name, prior in (("roofline", resolve("roofline", "cpu")), ("measured", without_lookups())):
         made = learn(prior, seen, tmp_path / f"{name}.safetensors")
         links, before = links_of(cpu, made), links_of(cpu, prior)
-        for run in seen.runs:
-            moved_D = torch.tensor([counted_bytes(rank) for rank in run.ranks])
-            assert float(links.lookups.all_to_all_ms(moved_D)) == pytest.approx(run.lookups_ms, rel=0.1)
+        for one in seen.runs:
+            moved_D = torch.tensor([counted_bytes(rank) for rank in one.ranks])
+            assert float(links.lookups.all_to_all_ms(moved_D)) == pytest.approx(one.lookups_ms, rel=0.1)
         # All else costs what it did, and nobody knows what sorting takes.
         assert replace(links.all_to_all, source="") == replace(before.all_to_all, source="") and links.bucketing is None
         assert links.all_to_all.is_measured == (name == "measured")

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from logged import warned
-from typer.testing import CliRunner
 
 from dreamshard_planner import Observation, ObservationError, TableStatistics
 from dreamshard_planner.checkpoints.choice import resolve
-from dreamshard_planner.cli import app
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, Hooks, StepRecorder
 from dreamshard_planner.observing.learning import learn, observed_sets
 from dreamshard_planner.observing.observation import rank_file
+from tests.cli.test_commands import run_json
 from tests.observing.runs import LOCAL_BATCH, observation, observed_run, of_size, planned_run, rank_steps
 
 
@@ -73,7 +72,7 @@ def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     assert Observation.load_all([tmp_path / "seen.json"]) == whole
     assert Observation.load_all([tmp_path / "seen.1.json", tmp_path / "seen.0.json"]).runs == whole.runs
     assert whole.title == "2 runs, 16 steps"
-    told = json.loads(CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"]).stdout)
+    told = run_json("info", tmp_path / "seen.json")
     assert told["kind"] == "observation" and told["runs"] == "2 entries"
     for name in ("[seen]", "seen*.json"):
         for rank in range(2):
@@ -254,12 +253,12 @@ def test_another_batch_size_than_the_planned_one_is_said() -> None:
 def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
     run, hardware = planned_run(1.1, 1.0), describe_hardware("cpu", 1)
     Observation(hardware, (run,)).save(tmp_path / "seen.json")
-    result = CliRunner().invoke(app, ["observed", str(tmp_path / "seen.json"), "--out", str(tmp_path / "s.json")])
+    result = run("observed", tmp_path / "seen.json", "--out", tmp_path / "s.json")
     assert TableStatistics.from_json(tmp_path / "s.json")["f1"].batches == 8
     forward = run.plan.predicted.chosen.forward_ms[1]
-    assert result.exit_code == 0 and f"{forward:,.3f} -> {1.1 * forward:,.3f}" in result.stdout
+    assert f"{forward:,.3f} -> {1.1 * forward:,.3f}" in result.stdout
     assert "may be trusted" in result.stdout.replace("\n", " ")
-    told = json.loads(CliRunner().invoke(app, ["observed", str(tmp_path / "seen.json"), "--format", "json"]).stdout)
+    told = run_json("observed", tmp_path / "seen.json")
     assert told[0]["trusted"] is True and math.isclose(told[0]["kinds"][0]["predicted_ms"][1], forward)
     Observation(hardware, (replace(run, plan=None),)).save(tmp_path / "bare.json")
-    assert "no prediction was kept" in CliRunner().invoke(app, ["observed", str(tmp_path / "bare.json")]).stdout
+    assert "no prediction was kept" in run("observed", tmp_path / "bare.json").stdout

@@ -203,7 +203,7 @@ def test_a_plan_file_holds_its_statistics(tmp_path: Path) -> None:
     assert saved.inputs.features == dict(STATISTICS)
     saved.save(file := tmp_path / "plan.json")
     assert job_of(SavedPlan.load(file)).model.statistics == STATISTICS
-    done = run("replan", str(file), "--steps", "10")
+    done = run("replan", file, "--steps", "10")
     assert "Stay with plan.json" in done.stdout and "note:" not in done.stderr
 
 
@@ -229,10 +229,10 @@ def test_sharding_groups_come_back(next_to_each_other: bool, tmp_path: Path) -> 
     assert again.saved_plan().inputs.topology == saved.inputs.topology
     assert again.predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-6)
     saved.save(tmp_path / "plan.json")
-    assert "Rank" in run("explain", str(tmp_path / "plan.json"), "--rank", "0").stdout
-    assert json.loads(run("replan", str(tmp_path / "plan.json"), "--steps", "1000", "--format", "json").stdout)
+    assert "Rank" in run("explain", tmp_path / "plan.json", "--rank", "0").stdout
+    assert json.loads(run("replan", tmp_path / "plan.json", "--steps", "1000", "--format", "json").stdout)
     told = run(
-        "replan", str(tmp_path / "plan.json"), "--steps", "9", "--gpus-per-node", "2", "--nodes", "4", status=3
+        "replan", tmp_path / "plan.json", "--steps", "9", "--gpus-per-node", "2", "--nodes", "4", status=3
     ).stdout
     assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host -> 8" in " ".join(told.split())
     alone = saved_of(model(), None, Machine(ranks_per_host=4, gpu="h100").topology(), sharding_groups=groups)
@@ -309,5 +309,5 @@ def test_a_setting_that_no_planner_takes_is_named(tmp_path: Path, setting: str, 
     settings = {**saved.inputs.settings, setting: value}
     replace(saved, inputs=replace(saved.inputs, settings=settings)).save(tmp_path / "odd.json")
     for command in (("explain",), ("replan", "--steps", "10")):
-        told = run(command[0], str(tmp_path / "odd.json"), *command[1:], status=1).stderr
+        told = run(command[0], tmp_path / "odd.json", *command[1:], status=1).stderr
         assert f"odd.json: settings: {setting} {value!r}" in " ".join(told.split())

@@ -2,7 +2,6 @@
 """From the plan that runs, by few moves, to one that pays over the steps that remain."""
 
 import itertools
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,6 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import BoundsCheckMode, CacheParams
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-from typer.testing import CliRunner
 
 from dreamshard_planner import (
     DreamShardPlanner,
@@ -28,8 +26,8 @@ from dreamshard_planner import (
     TableStatistics,
     compare,
 )
-from dreamshard_planner.cli import app
 from dreamshard_planner.search_space.modules import without_weights
+from tests.cli.test_commands import run, run_json
 
 POOLING = (900.0, 600.0, 400.0, 200.0, 90.0, 60.0, 40.0, 10.0)
 ROOMY = {"cost_source": "roofline", "effort": "quick"}
@@ -231,13 +229,11 @@ def test_what_a_job_of_a_file_lacks_is_not_told_as_changed(tmp_path: Path) -> No
     given = {"constraints": constraints, "topology": Topology(2, "cpu", ssd_cap=2**42)}
     plan, new = tmp_path / "plan.json", tmp_path / "new.json"
     planned("abc", model("abc"), **given).save_plan(plan)
-    told = CliRunner().invoke(app, ["replan", str(plan), "--steps", "1", "--out", str(new)])
-    assert told.exit_code == 0 and "Stay with plan.json" in told.stdout, told.output
+    assert "Stay with plan.json" in run("replan", plan, "--steps", "1", "--out", new).stdout
     for file in (plan, new):
         loaded = planned("abc", model("abc"), plan_loader=JsonPlanLoader(file), **given)
         assert loaded.options and "storage_reservation" not in str(loaded.report())
-    machine = CliRunner().invoke(app, ["replan", str(plan), "--steps", "1", "--batch-size", "8"])
-    assert "made for something else" in machine.stdout, machine.output
+    assert "made for something else" in run("replan", plan, "--steps", "1", "--batch-size", "8").stdout
     found = planned("abc", model("abc"), topology=given["topology"]).replan(SavedPlan.load(plan), steps=1)
     assert "bounds_check_mode" in str(found.stale)  # the model no longer has it
 
@@ -320,22 +316,15 @@ def test_the_command_writes_the_plan_and_the_page_and_says_what_to_do(tmp_path: 
     made.save_plan(files["plan.json"])
     statistics("hgfedcba").to_json(files["today.json"])
 
-    def replan(*arguments: str):
-        return CliRunner().invoke(app, ["replan", files["plan.json"], *arguments])
-
-    told = replan("--statistics", files["today.json"], "--steps", "1e9", "--out", files["new.json"], "--html",
-                  files["page.html"], "--restart-seconds", "5", "--format", "json")  # fmt: skip
-    assert told.exit_code == 3, told.output
-    document = json.loads(told.stdout)
+    replan = ("replan", files["plan.json"], "--steps")
+    given = ("--statistics", files["today.json"], "--out", files["new.json"], "--html", files["page.html"])
+    document = run_json(*replan, "1e9", *given, "--restart-seconds", "5", status=3)
     new = SavedPlan.load(files["new.json"])
     assert document["chosen"]["step_ms"] == pytest.approx(new.predicted.chosen.total_ms, rel=1e-5)
     assert new.sharding == today().replan(files["plan.json"], steps=10**9).plan.sharding
     page = Path(files["page.html"]).read_text()
     assert "Cost against bytes moved" in page and document["sentence"].partition(":")[0] in page
-    kept = replan("--steps", "1e9")
-    assert kept.exit_code == 0 and "Stay with plan.json" in kept.stdout
-    resized = replan("--steps", "1", "--batch-size", "32", "--format", "json")
-    assert resized.exit_code == 0 and json.loads(resized.stdout)["stale"] == ["batch size 64 -> 32"]
-    lost = replan("--steps", "1", "--gpus-per-node", "1", "--format", "json")
-    assert lost.exit_code == 3 and json.loads(lost.stdout)["forced"][0] == "rank 1 lost"
-    assert replan("--steps", "0").exit_code == 2
+    assert "Stay with plan.json" in run(*replan, "1e9").stdout
+    assert run_json(*replan, "1", "--batch-size", "32")["stale"] == ["batch size 64 -> 32"]
+    assert run_json(*replan, "1", "--gpus-per-node", "1", status=3)["forced"][0] == "rank 1 lost"
+    run(*replan, "0", status=2)

@@ -51,7 +51,7 @@ def test_a_plan_of_sharding_groups_is_counted_for_all_ranks(tmp_path: Path, cons
             expected[rank] += TABLE_BYTES
     assert list(found.bytes_received) == expected
     assert compare(two, two).total_bytes == 0
-    text = run("report", str(tmp_path / "two.json")).stdout
+    text = run("report", tmp_path / "two.json").stdout
     assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host" in text
 
 

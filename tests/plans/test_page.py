@@ -1,22 +1,20 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Reports as one HTML page, read as text."""
 
-import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.cli import app
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.jobs import Job, OfflineModel, read_table_list
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.support.formatting import size_in_words
+from tests.cli.test_commands import SMALL, run, run_json
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
 SCRIPT, FORMULA = "<script>alert('x')</script>", "$price_{a}$ \\frac & <b>"
@@ -99,28 +97,11 @@ def test_pages_of_saved_plans_and_replans(planned: DreamShardPlanner, tmp_path: 
 
 
 def test_commands_write_pages(tmp_path: Path) -> None:
-    def dreamshard(*arguments: str, status: int = 0) -> str:
-        result = CliRunner().invoke(app, list(arguments))
-        assert result.exit_code == status, result.output
-        return result.output if status else result.stdout
-
-    job = (
-        "--tables",
-        str(EXAMPLE),
-        "--gpus-per-node",
-        "2",
-        "--gpu",
-        "h100",
-        "--batch-size",
-        "256",
-        "--effort",
-        "quick",
-    )
     plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    shown = dreamshard("plan", *job, "--out", str(plan), "--html", str(page), "--format", "json")
-    assert f"{json.loads(shown)['report']['chosen']['total_ms']:.3f} ms" in page.read_text()
+    shown = run_json("plan", *SMALL, "--out", plan, "--html", page)
+    assert f"{shown['report']['chosen']['total_ms']:.3f} ms" in page.read_text()
     assert "256 samples each" in page.read_text()
-    assert json.loads(dreamshard("report", str(plan), "--html", str(page), "--format", "json"))
+    assert run_json("report", plan, "--html", page)
     assert "plan.json" in page.read_text()
-    refused = dreamshard("report", str(plan), "--html", str(tmp_path), status=2)
+    refused = run("report", plan, "--html", tmp_path, status=2).output
     assert "cannot be written" in re.sub(r"\W+", " ", refused)
