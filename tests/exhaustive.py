@@ -9,6 +9,7 @@ import random
 from typing import Any, TypeAlias
 
 import torch
+from small_models import collection, table
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
@@ -16,7 +17,6 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.cost.problem import Cost, has_room
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, TW, TWRW
-from tests.small_models import collection, table
 
 Shape: TypeAlias = tuple[int, int, int, tuple[str, ...]]
 """Ranks, ranks of a host, tables and their types."""

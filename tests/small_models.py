@@ -1,11 +1,14 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Models of a few tables, and planners for them: what many tests start from."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
@@ -65,9 +68,9 @@ def managed(plain: nn.Module, rows: int, buckets: int = 1) -> nn.Module:
     return kind(plain, ManagedCollisionCollection({config.name: collisions}, [config]))
 
 
-def small_model() -> nn.Module:
+def small_model(optimizer: type[torch.optim.Optimizer] | None = None) -> nn.Module:
     tables = (table(f"t{i}", 100 * (i + 1), 8 * (1 + i % 3), 1 + i % 2) for i in range(6))
-    return nn.ModuleDict({"sparse": collection(*tables)})
+    return nn.ModuleDict({"sparse": collection(*tables, optimizer=optimizer)})
 
 
 def topology(world_size: int = 2, memory: int = 2**34, device: str = "cpu") -> Topology:
@@ -77,6 +80,15 @@ def topology(world_size: int = 2, memory: int = 2**34, device: str = "cpu") -> T
 def planner(**arguments) -> DreamShardPlanner:
     given = {"topology": topology(), "effort": "quick", "batch_size": 64, "stats": [], "debug": False}
     return DreamShardPlanner(**(given | arguments))
+
+
+def planned(
+    model: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]] = SHARDERS, **arguments
+) -> DreamShardPlanner:
+    """Return a planner that has planned."""
+    made = planner(**arguments)
+    made.plan(model, list(sharders))
+    return made
 
 
 def rater(topology: Topology, constraints: dict[str, ParameterConstraints] | None = None, **arguments) -> PlanRater:

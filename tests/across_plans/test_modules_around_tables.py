@@ -7,6 +7,7 @@
 from pathlib import Path
 
 import pytest
+import small_models
 import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -24,7 +25,7 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
+from dreamshard_planner import CheckpointError, SavedPlan, load_across_plans, save_across_plans
 from dreamshard_planner.across_plans.reading import describe
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -64,10 +65,9 @@ SHARDERS = (
 )
 
 
-def planned(path: Path, model: nn.Module) -> list[str]:
+def names_planned(path: Path, model: nn.Module) -> list[str]:
     """Return the names of tables in a plan. TorchRec shards managed collisions on GPUs alone."""
-    planner = DreamShardPlanner(topology=Topology(1, "cuda"), batch_size=8, stats=[], debug=False)
-    planner.plan(model, list(SHARDERS))
+    planner = small_models.planned(model, SHARDERS, topology=Topology(1, "cuda"), batch_size=8)
     planner.save_plan(path)
     return sorted(SavedPlan.load(path).inputs.tables)
 
@@ -122,7 +122,7 @@ def test_tables_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
     plain = {name: collection("a") for name in ("embedding", "x2y", "xembedding")}
     model = model_of(x=own, x2=processed("a"), **plain)
     first = saved(tmp_path / "saved", model)
-    assert sorted(describe(first)["tables"]) == planned(tmp_path / "plan.json", model)
+    assert sorted(describe(first)["tables"]) == names_planned(tmp_path / "plan.json", model)
     loaded = blank(model)
     load_across_plans(loaded, first)
     torch.testing.assert_close(loaded["model"], dict(model.state_dict()))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,6 @@ from dreamshard_planner.workload.features import FEATURE_NAMES, NETWORK_FEATURES
 from tests.cli.test_commands import run_json
 from tests.planning.test_context import model
 from tests.pretended import H100
-from tests.torchrec_components.test_plugin import SHARDERS, topology
 
 DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5))
 
@@ -191,8 +191,7 @@ def test_of_several_the_newest_counts(folder: Path) -> None:
 
 def test_a_plan_tells_of_it_and_its_context_covers_it(folder: Path) -> None:
     def planned() -> DreamShardPlanner:
-        planner = DreamShardPlanner(topology=topology(), batch_size=64, stats=[], debug=False)
-        planner.plan(model(), SHARDERS)
+        planner = small_models.planned(model())
         return planner
 
     shipped = planned()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from ranks import Rank, run_on_ranks
-from small_models import collection, planner, table, topology
+from small_models import collection, planned, planner, table, topology
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 from torch.nn.functional import embedding_bag
@@ -126,8 +126,7 @@ def _trained(rank: Rank) -> bool:
 
 
 def test_types_are_left_out_whose_outputs_ranks_could_not_exchange() -> None:
-    made = planner(topology=topology(2), exact_training=False)
-    made.plan(collection(LARGE), HALVES)
+    made = planned(collection(LARGE), HALVES, topology=topology(2), exact_training=False)
     assert {option.sharding_type for option in made.options} == {"data_parallel"}
     assert any(UNEVEN_OUTPUTS in str(note) for note in made.report().notes)
     found = made.replan(made.saved_plan(), steps=10**9)
@@ -142,12 +141,11 @@ def test_a_refusal_says_why_a_table_has_no_type_left() -> None:
 
 
 def test_many_tables_of_one_output_type_may_stay_whole() -> None:
-    made = planner(topology=topology(2, device="cuda"))
-    made.plan(collection(*(table(f"t{i}", 100_000 * (i + 1), 64) for i in range(8))), HALVES)
+    model = collection(*(table(f"t{i}", 100_000 * (i + 1), 64) for i in range(8)))
+    made = planned(model, HALVES, topology=topology(2, device="cuda"))
     assert {option.sharding_type for option in made.options} == {"table_wise"}
     assert not any(UNEVEN_OUTPUTS in str(note) for note in made.report().notes)
-    few = planner(topology=topology(8, device="cuda"))
-    few.plan(collection(*(table(f"t{i}", 100_000 * (i + 1), 64) for i in range(8))), HALVES)
+    few = planned(model, HALVES, topology=topology(8, device="cuda"))
     assert {option.sharding_type for option in few.options} == {"row_wise"}
     assert any(UNEVEN_OUTPUTS in str(note) for note in few.report().notes)
 

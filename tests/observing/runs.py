@@ -2,10 +2,12 @@
 """Observed runs made by hand, for tests."""
 
 from dataclasses import replace
+from functools import cache
 
 import torch
+from small_models import planned, topology
 
-from dreamshard_planner import DreamShardPlanner, Observation
+from dreamshard_planner import Observation, SavedPlan
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
@@ -13,7 +15,6 @@ from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps
 from dreamshard_planner.workload.tables import FeatureStatistics
 from tests.planning.test_context import model
-from tests.torchrec_components.test_plugin import SHARDERS, topology
 
 LOCAL_BATCH, WORLD_SIZE = 64, 2
 MEMORY = 50e6
@@ -78,11 +79,14 @@ def of_size(run: ObservedRun, times: int, *, lookups: int = 1) -> ObservedRun:
     return replace(run, id=f"{times} x {lookups}", ranks=tuple(ranks))
 
 
+@cache
+def _planned() -> SavedPlan:
+    return planned(model(), topology=topology(2), batch_size=LOCAL_BATCH).saved_plan()
+
+
 def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> ObservedRun:
     """Two ranks whose kernels take so many times what is predicted, and outputs likewise."""
-    planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH)
-    planner.plan(model(), SHARDERS)
-    plan = planner.saved_plan()
+    plan = _planned()
     predicted = plan.predicted.chosen
     ranks = []
     outputs_ms = sum(ms for name, ms in plan.predicted.collectives if not name.endswith(" lookups"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import SHARDERS, topology
 
 from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError
 from dreamshard_planner.checkpoints.choice import SHIPPED, new_file, resolve
@@ -32,7 +33,6 @@ from tests.observing.runs import (
     rank_steps,
 )
 from tests.planning.test_context import model
-from tests.torchrec_components.test_plugin import SHARDERS, topology
 
 
 def test_learning_corrects_what_was_observed_and_names_the_rest(

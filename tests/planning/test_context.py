@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import small_models
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from small_models import SHARDERS, collection, ranks_of, table, topology
+from small_models import SHARDERS, collection, planned, ranks_of, table, topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -31,8 +32,7 @@ def model(rows: int = 1000, dim: int = 16, **arguments):
 def made(**changes) -> tuple[DreamShardPlanner, object]:
     """A planner that has planned, and its plan."""
     given = changes.pop("model", None) or model()
-    arguments = {"topology": topology(), "batch_size": 64, "statistics": statistics(), "stats": [], "debug": False}
-    planner = DreamShardPlanner(**({"effort": "quick"} | arguments | changes))
+    planner = small_models.planner(**({"statistics": statistics()} | changes))
     return planner, planner.plan(given, SHARDERS)
 
 
@@ -128,8 +128,7 @@ def test_torchrecs_costs_are_those_of_its_own_lengths(factors: list[float] | Non
     theirs = EmbeddingEnumerator(ranks, 64, given).enumerate(module, SHARDERS)
     perfs = {(o.name, o.sharding_type, o.compute_kernel): [shard.perf for shard in o.shards] for o in theirs}
     settings = {"cost_source": "torchrec", "sharding_types": ("table_wise", "row_wise")}
-    planner = DreamShardPlanner(ranks, 64, constraints=given, stats=[], debug=False, **settings)
-    planner.plan(module, SHARDERS)
+    planner = planned(module, topology=ranks, constraints=given, **settings)
     for o in planner.options:
         assert [shard.perf for shard in o.shards] == perfs[o.name, o.sharding_type, o.compute_kernel]
     assert planner.lookups_per_sample() == dict(zip(["t_f0", "t_f1", "u_f0"], expected, strict=True))
@@ -139,7 +138,6 @@ def test_torchrecs_costs_are_those_of_its_own_lengths(factors: list[float] | Non
 def test_no_plan_is_said_to_get_cheaper_by_more_lookups(rows: int) -> None:
     """The network's error exceeds the cost of nearly empty kernels."""
     module = collection(table("t", rows=rows, dim=4))
-    planner = DreamShardPlanner(topology=topology(), batch_size=16, sharding_types=["table_wise"])
-    planner.plan(module, SHARDERS)
+    planner = planned(module, batch_size=16, sharding_types=["table_wise"])
     (figures,) = [note.figures for note in planner.report().notes if "one_ms" in note.figures]
     assert figures["ten_ms"] >= figures["one_ms"] > 0

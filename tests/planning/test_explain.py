@@ -5,6 +5,7 @@ import copy
 import json
 
 import pytest
+import small_models
 from small_models import SHARDERS, collection, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
@@ -16,8 +17,7 @@ TWO_GPUS = topology(device="cuda")
 
 def planner(hot: float = 5.0, **changes) -> DreamShardPlanner:
     statistics = TableStatistics({f"t{i}_f0": FeatureStatistics(hot if i == 2 else 5.0) for i in range(8)})
-    arguments = {"topology": topology(), "batch_size": 512, "statistics": statistics, "effort": "quick"}
-    return DreamShardPlanner(stats=[], debug=False, **(arguments | changes))
+    return small_models.planner(**({"batch_size": 512, "statistics": statistics} | changes))
 
 
 def model(hot_dim: int = 32):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from small_models import SHARDERS, collection, table
 from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner import DreamShardPlanner, SavedPlan, driver
@@ -14,7 +15,6 @@ from dreamshard_planner.driver import Card
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
 from tests.pretended import A100, ADA, H100, L40
-from tests.small_models import SHARDERS, collection, table
 
 HOST_BYTES = 1000 * GB
 TABLES = collection(table("t0"), table("t1"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 import torch
 import torch.distributed as dist
 from small_models import SHARDERS, collection, table, topology
@@ -39,8 +40,7 @@ def model() -> Any:
 
 def started(**arguments: Any) -> DreamShardPlanner:
     """A planner after the start of a job, on rank 0."""
-    given = {"effort": "quick", "sharding_types": ["table_wise"], "stats": [], "debug": False}
-    planner = DreamShardPlanner(topology=topology(), **(given | arguments))
+    planner = small_models.planner(**({"sharding_types": ["table_wise"], "batch_size": None} | arguments))
     planner._recalls = True  # as collective_plan does, which needs the ranks
     planner.plan(model(), SHARDERS)
     return planner

@@ -27,8 +27,7 @@ def ranks(plan: Any) -> dict[str, Any]:
 
 
 def planned(sizes: Any = SIZES, **settings: Any) -> tuple[DreamShardPlanner, dict[str, Any]]:
-    topology = Topology(2, "cpu", ddr_cap=2**35)
-    planner = DreamShardPlanner(topology=topology, batch_size=256, stats=[], debug=False, **settings)
+    planner = DreamShardPlanner(Topology(2, "cpu", ddr_cap=2**35), 256, stats=[], debug=False, **settings)
     return planner, ranks(planner.plan(model(*sizes), get_default_sharders()))
 
 

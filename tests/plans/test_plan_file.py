@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 from small_models import SHARDERS, collection, ranks_of, table, topology
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
@@ -26,8 +27,7 @@ from tests.planning.test_context import model, statistics
 
 
 def planner(**changes: Any) -> DreamShardPlanner:
-    arguments = {"topology": topology(), "batch_size": 64, "statistics": statistics(), "stats": [], "debug": False}
-    return DreamShardPlanner(**(arguments | changes))
+    return small_models.planner(**({"statistics": statistics(), "effort": "default"} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -374,8 +374,7 @@ def test_compare_tells_a_machine_from_a_better_one() -> None:
 
 
 def test_a_module_in_a_path_and_tables_of_one_name(tmp_path: Path) -> None:
-    outer = nn.Module()
-    outer.a, outer.b = collection(table("t", 100)), collection(table("t", 200))
+    outer = nn.ModuleDict({"a": collection(table("t", 100)), "b": collection(table("t", 200))})
     one = planner(statistics=None)
     plan = one.plan(outer, SHARDERS)
     one.save_plan(tmp_path / "plan.json")

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import SHARDERS, collection, planner, small_model, table, topology
+from small_models import SHARDERS, collection, planned, planner, small_model, table, topology
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import (
     DreamShardError,
-    DreamShardPlanner,
     FeatureStatistics,
     JsonPlanLoader,
     StatisticsError,
@@ -28,8 +26,7 @@ from dreamshard_planner.plans.report import Report, ReportEntry, TableEntry
 
 
 def test_report_says_what_and_why() -> None:
-    chosen = planner()
-    chosen.plan(small_model(), SHARDERS)
+    chosen = planned(small_model())
     report = chosen.report()
     assert len(report.chosen.rank_ms) == 2
     assert report.chosen.total_ms == pytest.approx(max(report.chosen.rank_ms) + report.chosen.collectives_ms)
@@ -49,8 +46,7 @@ def test_report_is_of_the_plan_that_callbacks_made() -> None:
             option.shards[0].rank = 0
         return plan
 
-    made = planner(callbacks=[all_on_rank_0])
-    made.plan(small_model(), SHARDERS)
+    made = planned(small_model(), callbacks=[all_on_rank_0])
     report = made.report()
     assert report.chosen.rank_ms[0] > 0 and report.chosen.rank_ms[1] == 0
     assert {table.ranks for table in report.tables} == {(0,)}
@@ -93,8 +89,7 @@ def test_report_says_why_there_is_none() -> None:
         made.plan(small_model(), SHARDERS)
     with pytest.raises(DreamShardError, match="(?s)no report: the last plan failed, PlannerError: .*iB are missing"):
         made.report()
-    made = planner()
-    made.plan(small_model(), SHARDERS)
+    made = planned(small_model())
     assert made.report().chosen.feasible
     for model, sharders in ((nn.Linear(2, 2), SHARDERS), (small_model(), [])):  # as TorchRec plans them
         assert made.plan(model, sharders).plan == {}
@@ -108,23 +103,20 @@ def test_report_says_why_there_is_none() -> None:
 
 
 def test_cuda_without_measurements_says_roofline() -> None:
-    chosen = planner(topology=topology(device="cuda"))
-    chosen.plan(small_model(), SHARDERS)
+    chosen = planned(small_model(), topology=topology(device="cuda"))
     assert chosen.report().cost_source.startswith("roofline")
     assert any("nothing was measured" in note.text for note in chosen.report().notes)
 
 
 def test_search_that_is_cut_short_says_so() -> None:
-    chosen = planner(search_seconds=1e-6)
-    chosen.plan(small_model(), SHARDERS)
+    chosen = planned(small_model(), search_seconds=1e-6)
     assert any("cut short" in note.text for note in chosen.report().notes)
 
 
 def test_batches_larger_than_measured_are_noted() -> None:
     notes = {}
     for batch_size in (16_384, 131_072):
-        made = DreamShardPlanner(topology=topology(2), batch_size=batch_size, stats=[], debug=False)
-        made.plan(small_model(), SHARDERS)
+        made = planned(small_model(), batch_size=batch_size)
         notes[batch_size] = [note for note in made.report().notes if "samples per batch" in note.text]
     assert notes[16_384] == [] and "more samples per batch than was measured (262,144 against" in notes[131_072][0].text
 
@@ -132,13 +124,10 @@ def test_batches_larger_than_measured_are_noted() -> None:
 def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
     adam, adagrad, sgd = torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD
     for optimizer, device, said in ((adam, "cpu", 1), (adagrad, "cpu", 0), (sgd, "cpu", 0), (adam, "cuda", 0)):
-        model = small_model()
-        apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
-        made = planner(topology=topology(device=device))
-        made.plan(model, SHARDERS)
+        model = small_model(optimizer)
+        made = planned(model, topology=topology(device=device))
         made.save_plan(tmp_path / "plan.json")
-        again = planner(topology=topology(device=device), plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
-        again.plan(model, SHARDERS)
+        again = planned(model, topology=topology(device=device), plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
         for report in (made.report(), again.report()):
             notes = [note for note in report.notes if "costed as with row-wise Adagrad" in note.text]
             assert len(notes) == said and all("sparse.t0, sparse.t1" in note.text for note in notes)
@@ -147,8 +136,7 @@ def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
 def test_a_model_without_optimizers_is_planned_as_sgd_with_a_warning(tmp_path: Path) -> None:
     """Its plan's file is of no use to the model that has another optimizer."""
     text = "no optimizer was found in the backward of 6 table.s. .sparse.t0, sparse.t1, .*SGD is assumed"
-    bare, trained = small_model(), small_model()
-    apply_optimizer_in_backward(torch.optim.Adagrad, trained.parameters(), {"lr": 0.1})
+    bare, trained = small_model(), small_model(torch.optim.Adagrad)
     made = planner()
     with pytest.warns(InputWarning, match=text):
         made.plan(bare, SHARDERS)
@@ -228,9 +216,8 @@ def test_the_verdict_names_the_bottleneck(rank_ms, collectives_ms, tables, said)
 
 
 def test_reports_begin_with_the_verdict_and_the_assumptions() -> None:
-    planner = DreamShardPlanner(topology=topology(), stats=[], debug=False)
-    planner.plan(small_model(), SHARDERS)
-    report = planner.report()
+    made = planned(small_model(), batch_size=None)
+    report = made.report()
     first, second, _, fourth, fifth, *_ = str(report).splitlines()
     assert first.startswith(f"Predicted: {report.chosen.total_ms:.3f} ms of embedding work per training step, ")
     assert first.endswith(f"Confidence: {report.confidence}.") and second == f"{report.verdict}."
@@ -239,31 +226,27 @@ def test_reports_begin_with_the_verdict_and_the_assumptions() -> None:
     lookups = report.notes[0]
     assert lookups.code == "assumption" and lookups.figures["features"] == 9
     assert lookups.figures["one_ms"] == pytest.approx(report.chosen.total_ms, rel=1e-6)
-    features = [feature for table in planner.saved_plan().inputs.tables.values() for feature in table.features]
+    features = [feature for table in made.saved_plan().inputs.tables.values() for feature in table.features]
     many = TableStatistics(dict.fromkeys(features, FeatureStatistics(10.0)))
-    told = DreamShardPlanner(topology=topology(), batch_size=512, statistics=many, stats=[], debug=False)
-    told.plan(small_model(), SHARDERS)
-    assert told.predict(planner.options).total_ms == pytest.approx(lookups.figures["ten_ms"], rel=1e-6)
+    told = planned(small_model(), batch_size=512, statistics=many)
+    assert told.predict(made.options).total_ms == pytest.approx(lookups.figures["ten_ms"], rel=1e-6)
     assert [note for note in told.report().notes if note.code == "assumption"] == []
 
 
 def test_only_what_nobody_said_is_assumed() -> None:
     statistics = TableStatistics({"t0_f0": FeatureStatistics(3.0)})
     constraints = {"t1": ParameterConstraints(pooling_factors=[1.5])}
-    planner = DreamShardPlanner(
-        topology=topology(), batch_size=64, statistics=statistics, constraints=constraints, stats=[], debug=False
-    )
-    planner.plan(small_model(), SHARDERS)
-    (note,) = [note for note in planner.report().notes if note.code == "assumption"]
+    made = planned(small_model(), statistics=statistics, constraints=constraints)
+    (note,) = [note for note in made.report().notes if note.code == "assumption"]
     assert "6 of 9 features (t2_f0," in note.text
 
 
 def test_host_memory_of_gpus_is_an_assumption_where_tables_lie_there() -> None:
     told = []
     for rows in (10_000, 100_000_000):
-        planner = DreamShardPlanner(topology=Topology(2, "cuda", hbm_cap=10**10, local_world_size=2), batch_size=64)
-        planner.plan(collection(table("t0", rows, 64)), SHARDERS)
-        told.append([note.text for note in planner.report().notes if "host memory are assumed" in note.text])
+        gpus = Topology(2, "cuda", hbm_cap=10**10, local_world_size=2)
+        made = planned(collection(table("t0", rows, 64)), topology=gpus)
+        told.append([note.text for note in made.report().notes if "host memory are assumed" in note.text])
     assert told[0] == [] and "256.00 GiB on a host; 1 table(s) lie there (t0)" in told[1][0]
 
 
@@ -272,10 +255,8 @@ def test_estimates_of_torchrec_are_judged_by_their_parts() -> None:
     gpus = Topology(4, "cuda", local_world_size=2)
     rows = {f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(3)}
     model = collection(*(table(name, 100_000, 128) for name in rows))
-    made = DreamShardPlanner(
-        topology=gpus, batch_size=4096, constraints=rows, cost_source="torchrec", stats=[], debug=False
-    )
-    made.plan(model, SHARDERS)
+    given = {"batch_size": 4096, "constraints": rows, "cost_source": "torchrec"}
+    made = planned(model, topology=gpus, **given)
     report = made.report()
     assert report.chosen.total_ms == pytest.approx(NoopPerfModel(gpus).rate(made.options), rel=1e-12)
     perfs = [option.shards[report.chosen.slowest].perf for option in made.options]
@@ -285,8 +266,5 @@ def test_estimates_of_torchrec_are_judged_by_their_parts() -> None:
     assert sum(report.estimate_ms.values()) == pytest.approx(report.chosen.total_ms, rel=1e-12)
     assert "fwd_comms" in str(report) and "compute and collectives per rank" in str(report)
     fast = Topology(4, "cuda", local_world_size=4, intra_host_bw=1e12)
-    made = DreamShardPlanner(
-        topology=fast, batch_size=4096, constraints=rows, cost_source="torchrec", stats=[], debug=False
-    )
-    made.plan(model, SHARDERS)
+    made = planned(model, topology=fast, **given)
     assert made.report().verdict.startswith("Bottleneck: compute, 60% of")

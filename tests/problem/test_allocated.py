@@ -15,6 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     UserEnabledConfigDefinition,
     WeightDecayMode,
 )
+from small_models import collection, table
 from torchrec.distributed.batched_embedding_kernel import _populate_ssd_tbe_params
 from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel,
@@ -31,7 +32,6 @@ from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import PlanningConstraints
-from tests.small_models import collection, table
 
 ROWS, DIM, WORLD = 10_000, 64, 4
 GPUS = Topology(WORLD, "cuda", hbm_cap=2**40, ddr_cap=2**42, ssd_cap=2**44)

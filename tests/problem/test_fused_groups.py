@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm
+from small_models import collection, table, topology
 from torch import nn
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
@@ -23,7 +24,6 @@ from dreamshard_planner.planning.cost_sources import FREE
 from dreamshard_planner.problem.parts import Links
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import FastEnumerator
-from tests.small_models import collection, table, topology
 
 META = torch.device("meta")
 SHARDER_PARAMS = (
@@ -41,8 +41,7 @@ def random_tables(rng: random.Random) -> nn.Module:
     ]
     for config in configs:
         config.pooling = rng.choice([PoolingType.SUM] * 3 + [PoolingType.MEAN])
-    model = nn.Module()
-    model.sparse = collection(*configs)
+    model = nn.ModuleDict({"sparse": collection(*configs)})
     for parameter in model.parameters():
         if optimizer := rng.choice((None, torch.optim.Adam, RowWiseAdagrad, RowWiseAdagrad)):
             apply_optimizer_in_backward(optimizer, [parameter], {"lr": rng.choice((0.1, 0.1, 0.2))})

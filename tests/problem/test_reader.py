@@ -6,15 +6,13 @@ Shapes: P parts, N indices.
 
 import pytest
 import torch
-from small_models import output_bytes_P
+from small_models import collection, output_bytes_P, sequences, table
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, set_ec_index_dedup
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim import PartialRowWiseAdam, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -43,10 +41,7 @@ def read(model, sharder, statistics=None, device="cpu", **constraint) -> tuple[l
 
 
 def sequence_model() -> nn.Module:
-    config = EmbeddingConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"])
-    model = nn.Module()
-    model.sequence = EmbeddingCollection(tables=[config], device=torch.device("meta"))
-    return model
+    return nn.ModuleDict({"sequence": sequences(table("t", ROWS, DIM))})
 
 
 def draw(seed: int) -> KeyedJaggedTensor:
@@ -55,7 +50,7 @@ def draw(seed: int) -> KeyedJaggedTensor:
     edge_R = ((torch.arange(ROWS, dtype=torch.float64) + 1) ** -1.2).cumsum(0)
     uniform_N = torch.rand(SAMPLES * LENGTH, dtype=torch.float64, generator=generator) * edge_R[-1]
     lengths = torch.full((SAMPLES,), LENGTH)
-    return KeyedJaggedTensor(["f"], torch.searchsorted(edge_R, uniform_N), lengths=lengths)
+    return KeyedJaggedTensor(["t_f0"], torch.searchsorted(edge_R, uniform_N), lengths=lengths)
 
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise", "row_wise"])
@@ -134,10 +129,7 @@ def test_index_dedup_asks_for_a_row_once_per_rank(by_global: bool) -> None:
 
 
 def bag_model() -> nn.Module:
-    config = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"])
-    model = nn.Module()
-    model.sparse = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
-    return model
+    return nn.ModuleDict({"sparse": collection(table("t", ROWS, DIM))})
 
 
 CACHED = {"sharding_types": ["table_wise"], "compute_kernels": ["fused_uvm_caching"], "pooling_factors": [30.0]}

@@ -3,14 +3,13 @@
 
 import pytest
 import torch
-from small_models import SHARDERS, TABLE_WISE, collection, output_bytes_P, planner, rater, table, topology
+from small_models import SHARDERS, TABLE_WISE, collection, output_bytes_P, planner, rater, sequences, table, topology
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
@@ -25,8 +24,8 @@ WHOLE_ALONE = AllowedTypes("cpu", ("table_wise",))
 
 
 def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -> None:
-    model = nn.Module()
-    model.sparse = collection(table("a", features=3), table("b", features=2), table("c"))
+    tables = table("a", features=3), table("b", features=2), table("c")
+    model = nn.ModuleDict({"sparse": collection(*tables)})
     given = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0, 4.0]), "b": ParameterConstraints()}
     statistics = TableStatistics({"a_f1": FeatureStatistics(30.0), "c_f0": FeatureStatistics(0.0)})
     expanded = planning_constraints(shardable_tables(model, SHARDERS), given, statistics, WHOLE_ALONE)
@@ -42,10 +41,8 @@ def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -
     [([2.0, 3.0, 4.0], {"a.t": [2.0, 3.0, 4.0], "b.t": [7.0]}), ([5.0], {"a.t": [5.0, 5.0, 5.0], "b.t": [7.0]})],
 )
 def test_tables_of_one_name_may_have_other_features(given: list[float], expected: dict) -> None:
-    model = nn.Module()
-    model.a = collection(table("t", features=3))
     other = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["x"])
-    model.b = collection(other)
+    model = nn.ModuleDict({"a": collection(table("t", features=3)), "b": collection(other)})
     options: list = []
     made = planner(
         constraints={"t": ParameterConstraints(pooling_factors=given)},
@@ -62,11 +59,7 @@ def test_tables_of_one_name_may_have_other_features(given: list[float], expected
 
 def test_tables_of_one_name_share_their_sharding_types() -> None:
     """TorchRec takes an empty list for no constraint."""
-    model = nn.Module()
-    model.a = collection(table("t"))
-    model.b = EmbeddingCollection(
-        tables=[EmbeddingConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["x"])]
-    )
+    model = nn.ModuleDict({"a": collection(table("t")), "b": sequences(table("t", 50, 8))})
     sharders = [*SHARDERS, EmbeddingCollectionSharder()]
     rules = {"t": ParameterConstraints(sharding_types=["table_column_wise", "row_wise"])}  # one for each
     with pytest.raises(PlannerError, match="no sharding type is left for table 'a.t' and 'b.t'") as caught:
@@ -75,11 +68,8 @@ def test_tables_of_one_name_share_their_sharding_types() -> None:
 
 
 def test_options_become_workloads() -> None:
-    model = nn.Module()
-    model.plain = collection(
-        table("a", features=2), table("b", data_type=DataType.FP16), table("c", pooling=PoolingType.MEAN)
-    )
-    model.weighted = collection(table("d", dim=32), weighted=True)
+    plain = table("a", features=2), table("b", data_type=DataType.FP16), table("c", pooling=PoolingType.MEAN)
+    model = nn.ModuleDict({"plain": collection(*plain), "weighted": collection(table("d", dim=32), weighted=True)})
     constraints = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 3.0], batch_sizes=[64, 16])}
     expanded = planning_constraints(shardable_tables(model, SHARDERS), constraints, None, WHOLE_ALONE)
     options = EmbeddingEnumerator(topology(4), batch_size=64, constraints=expanded).enumerate(model, SHARDERS)
@@ -128,9 +118,9 @@ def test_feature_processors_make_lookups_weighted() -> None:
     from torchrec.modules.feature_processor_ import PositionWeightedModule
     from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-    model = nn.Module()
     processors = {"t0_f0": PositionWeightedModule(max_feature_length=8)}
-    model.sparse = FeatureProcessedEmbeddingBagCollection(collection(table("t0"), weighted=True), processors)
+    around = FeatureProcessedEmbeddingBagCollection(collection(table("t0"), weighted=True), processors)
+    model = nn.ModuleDict({"sparse": around})
     workloads, _ = workloads_and_problem(model, [FeatureProcessedEmbeddingBagCollectionSharder()])
     assert [workload.weighted for workload in workloads] == [True]
 
@@ -139,8 +129,7 @@ def test_bytes_on_the_wire_are_what_is_sent() -> None:
     from fbgemm_gpu.split_embedding_configs import SparseType
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 
-    model = nn.Module()
-    model.sparse = collection(table("t0"))
+    model = nn.ModuleDict({"sparse": collection(table("t0"))})
 
     def output_bytes(sharders, **constraint) -> float:
         _, problem = workloads_and_problem(model, sharders, {"t0": ParameterConstraints(**constraint)})
@@ -159,7 +148,6 @@ def test_bytes_on_the_wire_are_what_is_sent() -> None:
 
 def test_optimizer_is_read_from_parameters_and_sharders() -> None:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     def optimizer(model: nn.Module, sharders) -> str:
@@ -168,26 +156,24 @@ def test_optimizer_is_read_from_parameters_and_sharders() -> None:
         )
         return OptionReader(None, None, sharders).workloads(options, topology())[0].optimizer
 
-    plain = nn.Module()
-    plain.sparse = collection(table("t0"))
+    plain = nn.ModuleDict({"sparse": collection(table("t0"))})
     assert optimizer(plain, SHARDERS) == "sgd"
     fused = [EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})]
     assert optimizer(plain, fused) == "rowwise_adagrad"
-    _apply_optimizer_in_backward(RowWiseAdagrad, plain.sparse.parameters(), {"lr": 0.1})
-    assert optimizer(plain, SHARDERS) == "rowwise_adagrad"
+    trained = nn.ModuleDict({"sparse": collection(table("t0"), optimizer=RowWiseAdagrad)})
+    assert optimizer(trained, SHARDERS) == "rowwise_adagrad"
 
 
 def test_tables_that_torchrec_does_not_fuse_are_apart() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
-    model = nn.Module()
-    model.sparse = collection(table("t0"), table("t1"), table("t2", data_type=DataType.FP32))
+    model = nn.ModuleDict({"sparse": collection(table("t0"), table("t1"), table("t2", data_type=DataType.FP32))})
     assert workloads_and_problem(model, SHARDERS)[1].num_groups == 1
     rounded = {"t0": ParameterConstraints(stochastic_rounding=False)}
     assert workloads_and_problem(model, SHARDERS, rounded)[1].num_groups == 2
     alone = [EmbeddingBagCollectionSharder(fused_params={"use_one_tbe_per_table": True})]
     assert workloads_and_problem(model, alone)[1].num_groups == 3
-    for name, parameter in model.sparse.named_parameters():
+    for name, parameter in model.named_parameters():
         _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1 if "t0" in name else 0.2})
     assert workloads_and_problem(model, SHARDERS)[1].num_groups == 2
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 from small_models import MB, SHARDERS, TABLE_WISE, collection, table
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -55,15 +56,12 @@ def constraints(load_factor: float | None = 0.05) -> dict[str, ParameterConstrai
 
 
 def planner(hbm_mb: int = 700, **changes: Any) -> DreamShardPlanner:
-    arguments = {
+    given = {
         "topology": Topology(2, "cuda", hbm_cap=hbm_mb * MB, ddr_cap=2**36),
-        "batch_size": 64,
         "constraints": constraints(),
         "storage_reservation": FixedPercentageStorageReservation(0.0),
-        "stats": [],
-        "debug": False,
     }
-    return DreamShardPlanner(**(arguments | changes))
+    return small_models.planner(**(given | changes))
 
 
 def factors(plan) -> dict[str, tuple[str, float | None]]:
@@ -121,10 +119,7 @@ def large(count: int, gib: float, ddr_gib: int = 128, **changes: Any) -> DreamSh
     """Tables of so many GiB on 8 GPUs of 80, planned by bandwidths; the planner after planning."""
     tables = collection(*(table(f"t{i}", int(gib * GIB) // 256, 64) for i in range(count)))
     topology = Topology(8, "cuda", hbm_cap=80 * GIB, ddr_cap=ddr_gib * GIB, local_world_size=8, hbm_mem_bw=3e9)
-    changes = {"effort": "quick"} | changes
-    made = DreamShardPlanner(topology=topology, batch_size=2048, stats=[], debug=False, **changes)
-    made.plan(tables, SHARDERS)
-    return made
+    return small_models.planned(tables, topology=topology, batch_size=2048, **changes)
 
 
 def kernels(made: DreamShardPlanner) -> Counter[str]:

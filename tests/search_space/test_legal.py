@@ -15,7 +15,6 @@ from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionS
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.modules.embedding_configs import DataType, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim import SGD
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -110,8 +109,7 @@ class Only(EmbeddingBagCollectionSharder):
 def test_a_sharder_or_kernels_that_leave_nothing_else_are_consent(
     sharder: EmbeddingBagCollectionSharder, constraint: ParameterConstraints | None, kind: str
 ) -> None:
-    module = EmbeddingBagCollection(tables=[table("t", 1000, 512)], device=torch.device("meta"))
-    apply_optimizer_in_backward(optim.RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    module = collection(table("t", 1000, 512), optimizer=optim.RowWiseAdagrad)
     made = planner(topology=topology(2, device="cuda"), constraints=constraint and {"t": constraint})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the optimizer that data-parallel takes away
@@ -129,8 +127,7 @@ GPUS = topology(2, 2**36, "cuda")
 @pytest.mark.parametrize("kinds", [None, [CW], [GRID]])
 @pytest.mark.parametrize("dim", [1024, 1536, 2048, 4096])
 def test_gpus_train_no_shards_that_are_too_wide(dim: int, kinds: list[str] | None) -> None:
-    model = collection(table("wide", 1000, dim), table("small", 1000, 64))
-    apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+    model = collection(table("wide", 1000, dim), table("small", 1000, 64), optimizer=SGD)
     made = planner(topology=GPUS, constraints={"wide": ParameterConstraints(sharding_types=kinds)})
     sharding = made.plan(model, SHARDERS).plan[""]["wide"]
     widths = {shard.shard_sizes[1] for shard in sharding.sharding_spec.shards}
@@ -144,8 +141,7 @@ def test_cpus_train_any_width() -> None:
 
 
 def test_a_wide_table_that_must_not_be_sliced_is_refused_with_a_way_out() -> None:
-    model = collection(table("wide", 1000, 2048))
-    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    model = collection(table("wide", 1000, 2048), optimizer=RowWiseAdagrad)
     with pytest.raises(PlannerError, match=r"'wide'.*1,024 columns.*min_partition.*exact_training=False"):
         planner(topology=GPUS).plan(model, SHARDERS)
     made = planner(topology=GPUS, exact_training=False)
@@ -195,8 +191,7 @@ def test_grid_takes_varied_batches_where_torchrec_does() -> None:
 
 @pytest.mark.parametrize("half", [DataType.FP16, DataType.BF16])
 def test_replicas_of_half_precision_say_why_they_are_left_out(half: DataType) -> None:
-    model = collection(table("narrow", 1000, 16, data_type=half))
-    apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+    model = collection(table("narrow", 1000, 16, data_type=half), optimizer=SGD)
     with pytest.raises(PlannerError) as error:
         planner(sharding_types=[DP], optimizers_attached=True).plan(model, SHARDERS)
     assert HALF_REPLICAS.text in str(error.value)

@@ -8,24 +8,16 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
-from small_models import SHARDERS, collection, planner, table, topology
+from small_models import SHARDERS, collection, managed, planned, planner, sequences, table, topology
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner.search_space.input_checks import doubtful_inputs
 from dreamshard_planner.search_space.modules import exchange_codecs, shardable_tables, without_weights
@@ -60,8 +52,7 @@ def test_sharders_around_a_sharder_are_read_as_it() -> None:
     assert exchange_codecs(outer) is ADAGRAD.qcomm_codecs_registry and not exchange_codecs(None)
     inside = collection(table("t", 10_000, 256))
     model = nn.Sequential(ITEPEmbeddingBagCollection(inside, GenericITEPModule({"t": 20_000})))
-    made = planner(topology=topology(4, device="cuda"))
-    made.plan(model, [outer])
+    made = planned(model, [outer], topology=topology(4, device="cuda"))
     (read,) = made.saved_plan().inputs.tables.values()
     assert read.optimizer == "exact_rowwise_adagrad"
 
@@ -77,25 +68,15 @@ def test_ids_that_itep_maps_to_rows_are_not_doubted() -> None:
     assert doubtful_inputs(pruned, tables, statistics, "cuda") == ()
 
 
-def managed(buckets: int = 2) -> nn.Module:
-    tables = [EmbeddingConfig(name="t", num_embeddings=1000, embedding_dim=16, feature_names=["f"])]
-    collisions = MCHManagedCollisionModule(
-        1000, torch.device("cpu"), DistanceLFU_EvictionPolicy(), eviction_interval=2, buckets=buckets
-    )
-    return nn.Sequential(
-        ManagedCollisionEmbeddingCollection(
-            EmbeddingCollection(tables=tables, device=torch.device("meta")),
-            ManagedCollisionCollection({"t": collisions}, tables),
-        )
-    )
+def managed_sequence(buckets: int = 2) -> nn.Module:
+    return nn.Sequential(managed(sequences(table("t")), 1000, buckets))
 
 
 @pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
 def test_kernels_of_gpus_are_not_planned_on_cpus(cost_source: str) -> None:
     """Sharders of managed collisions offer them there, and TorchRec's estimator knows none for CPUs."""
-    statistics = counted({"f": (torch.ones(64, dtype=torch.int64), torch.randint(10**9, (64,)))}, 64)
-    made = planner(statistics=statistics, cost_source=cost_source)
-    made.plan(managed(), get_default_sharders())
+    statistics = counted({"t_f0": (torch.ones(64, dtype=torch.int64), torch.randint(10**9, (64,)))}, 64)
+    made = planned(managed_sequence(), get_default_sharders(), statistics=statistics, cost_source=cost_source)
     assert [option.compute_kernel for option in made.options] == ["fused"]
 
 
@@ -119,23 +100,21 @@ def test_a_sharder_without_a_kernel_for_the_device_is_named(sharder, says: str) 
 
 def test_too_few_buckets_of_managed_collisions_are_refused_with_the_remedy() -> None:
     with pytest.raises(PlannerError, match=r"'t' has uneven buckets .* a multiple of the 2 ranks, such as buckets=2"):
-        planner().plan(managed(buckets=1), get_default_sharders())
+        planner().plan(managed_sequence(buckets=1), get_default_sharders())
 
 
 def test_embedding_modules_without_a_sharder_are_named_in_the_report() -> None:
     model = nn.ModuleDict(
         {"pooled": collection(table("t")), "positions": nn.Embedding(9, 4), "words": nn.Sequential(nn.Embedding(9, 4))}
     )
-    made = planner()
-    made.plan(model, SHARDERS)
+    made = planned(model)
     told = [note.text for note in made.report().notes if note.code == "unused"]
     assert told == ["2 embedding module(s) have no sharder and are not in the plan: 'positions', 'words.0'"]
 
 
 def test_features_without_names_are_told_by_their_table() -> None:
     model = nn.ModuleDict({"one": nn.EmbeddingBag(100, 16, mode="sum", device="meta")})
-    made = planner()
-    made.plan(model, [EmbeddingBagSharder()])
+    made = planned(model, [EmbeddingBagSharder()])
     (told,) = [note.text for note in made.report().notes if "one lookup per sample" in note.text]
     assert "1 of 1 features (of table 'one.weight')" in told
 
@@ -151,8 +130,7 @@ def test_features_without_names_are_told_by_their_table() -> None:
 def test_tables_that_cpu_kernels_cannot_train_are_warned_of(
     optimizer: type, data_type: DataType, says: str | None
 ) -> None:
-    model = collection(table("t", data_type=data_type))
-    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    model = collection(table("t", data_type=data_type), optimizer=optimizer)
     assert doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cuda") == ()
     doubts = doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cpu")
     assert len(doubts) == (says is not None)

@@ -99,8 +99,7 @@ def test_modules_without_collections_and_tables_without_optimizers_are_refused()
 
 def replicated(optimizer: type, **settings: Any) -> Any:
     """A planner of many small tables on two hosts, where replicas pay by TorchRec's estimates, and its plan."""
-    model = collection(*(table(f"t{index}", 200, 64) for index in range(30)))
-    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    model = collection(*(table(f"t{index}", 200, 64) for index in range(30)), optimizer=optimizer)
     made = planner(topology=Topology(16, "cuda", local_world_size=8), cost_source="torchrec", **settings)
     plan = made.plan(model, [EmbeddingBagCollectionSharder()]).plan[""]
     return made, {sharding.sharding_type for sharding in plan.values()}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from small_models import SHARDERS, TABLE_WISE, collection, planner, ranks_of, small_model, table, topology
+from small_models import SHARDERS, TABLE_WISE, collection, planned, planner, ranks_of, small_model, table, topology
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopStorageModel
@@ -20,7 +20,6 @@ from torchrec.distributed.planner.types import (
     Stats,
     Topology,
 )
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
@@ -65,8 +64,7 @@ def test_given_components_are_used() -> None:
 def test_a_given_performance_model_decides() -> None:
     """TorchRec's, which wants the fullest rank as empty as it can be."""
     devices, model = topology(device="cuda"), collection(*(table(f"t{i}", 100_000 * (i + 1)) for i in range(6)))
-    made = planner(topology=devices, performance_model=NoopStorageModel(devices), effort="default")
-    made.plan(model, SHARDERS)
+    made = planned(model, topology=devices, performance_model=NoopStorageModel(devices), effort="default")
     theirs = EmbeddingShardingPlanner(
         topology=devices, batch_size=64, performance_model=NoopStorageModel(devices), stats=[], debug=False
     )
@@ -78,16 +76,12 @@ def test_a_given_performance_model_decides() -> None:
 
 def test_a_given_enumerator_does_not_undo_exact_training() -> None:
     """It offers every type, as TorchRec's does unless it has constraints."""
-    model, devices = collection(table("t", 100_000, 1024), table("u", 100)), topology(device="cuda")
-    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    model = collection(table("t", 100_000, 1024), table("u", 100), optimizer=RowWiseAdagrad)
+    devices = topology(device="cuda")
     for named, expected in ((None, {"table_wise", "row_wise"}), (["column_wise"], {"column_wise"})):
         constraints = named and {"t": ParameterConstraints(sharding_types=named)}
-        made = planner(
-            topology=devices,
-            constraints=constraints,
-            cost_source="torchrec",
-            enumerator=EmbeddingEnumerator(devices, 64),
-        )
+        given = {"cost_source": "torchrec", "enumerator": EmbeddingEnumerator(devices, 64)}
+        made = planner(topology=devices, constraints=constraints, **given)
         assert made.plan(model, SHARDERS).plan[""]["t"].sharding_type in expected
     only = EmbeddingEnumerator(devices, 64, constraints)
     with pytest.raises(
@@ -110,16 +104,14 @@ def test_with_a_users_estimates_torchrecs_plan_is_by_them_as_well() -> None:
     devices = topology(device="cuda")
     parts = [DearWhole(devices), EmbeddingStorageEstimator(devices)]
     given = {"topology": devices, "enumerator": EmbeddingEnumerator(devices, 64, estimator=parts)}
-    made = planner(cost_source="torchrec", exact_training=False, **given)
-    made.plan(small_model(), SHARDERS)
+    made = planned(small_model(), cost_source="torchrec", exact_training=False, **given)
     totals = {rival.name: rival.total_ms for rival in made.report().rivals}
     assert totals["torchrec"] < 100.0 < totals["whole_tables"]
 
 
 def test_plans_of_torchrecs_proposers_are_told_as_well() -> None:
     """They use options that ours leaves out, such as a single column slice."""
-    made = planner(topology=topology(device="cuda"), proposer=UniformProposer())
-    made.plan(small_model(), SHARDERS)
+    made = planned(small_model(), topology=topology(device="cuda"), proposer=UniformProposer())
     report = made.report()
     assert report.chosen.total_ms > 0 and made.explain().tables
 
