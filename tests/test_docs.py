@@ -23,7 +23,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import TableStatistics
+from dreamshard_planner import TableStatistics, compare_steps
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import FBGEMM, installed
 from dreamshard_planner.offline.jobs import TableSpec, read_table_list
@@ -88,6 +88,7 @@ def test_snippets_of_a_page_run_one_after_the_other(
     page: str, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(compare_steps.__kwdefaults__, "block_seconds", 0.001)
     names = _given()
     for number, snippet in enumerate(blocks(page, "python")):
         exec(compile(snippet, f"{page}, snippet {number}", "exec"), names)

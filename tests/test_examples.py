@@ -17,7 +17,7 @@ from tests.torchrun import forked, torchrun
 FOLDER = Path(__file__).parent.parent / "examples"
 ON_RANKS = ("hot_rows", "replan", "reuse_plan", "train_dlrm")
 ALONE = {
-    "calibrate": ("2", "my.safetensors"),
+    "calibrate": ("1", "my.safetensors"),
     "parquet_statistics": (),
     "plan_offline": ("plan.json",),
     "planning_api": (),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import SHARDERS, collection, table
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.global_settings import set_propogate_device
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError
@@ -38,19 +38,9 @@ class Model(nn.Module):
 
     def __init__(self, pooling: PoolingType = PoolingType.SUM, split: bool = True) -> None:
         super().__init__()
-        self.bags = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    num_embeddings=100, embedding_dim=64, name=f"t{i}", feature_names=[f"f{i}"], pooling=pooling
-                )
-                for i in range(4)
-            ]
-        )
+        self.bags = EmbeddingBagCollection([table(f"t{i}", 100, 64, pooling=pooling) for i in range(4)])
         self.sequences = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(num_embeddings=100, embedding_dim=64, name=f"s{i}", feature_names=[f"g{i}"])
-                for i in range(2)
-            ]
+            [EmbeddingConfig(100, 64, name=f"s{i}", feature_names=[f"s{i}_f0"]) for i in range(2)]
         )
         if split:
             quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
@@ -117,7 +107,7 @@ def test_a_sharded_model_computes_what_the_quantized_one_does(pooled: str, seque
     assert kinds == {name: constraint.sharding_types[0] for name, constraint in constraints.items()}
     sharded, _ = shard_quant_model(copy.deepcopy(model), world_size=2, sharding_device="cpu", sharding_plan=plan)
     copy_weights(model, sharded)
-    arguments = inputs([f"f{i}" for i in range(4)], 1), inputs(["g0", "g1"], 2)
+    arguments = inputs([f"t{i}_f0" for i in range(4)], 1), inputs(["s0_f0", "s1_f0"], 2)
     with torch.no_grad():
         expected, found = model(*arguments), sharded(*arguments)
     assert expected.keys() == found.keys()
@@ -168,8 +158,8 @@ def test_fewer_bits_are_read_faster_and_nothing_goes_backward() -> None:
         assert chosen.backward_ms == (0.0, 0.0)
         costs[bits] = chosen.total_ms
     assert sorted(costs, key=costs.get) == list(costs)
-    trained = EmbeddingBagCollection([EmbeddingBagConfig(10**6, 128, "t", feature_names=["f"])], device=META)
-    trained = plan_of(trained, "cuda", [EmbeddingBagCollectionSharder()], statistics=many).report().chosen
+    many = TableStatistics({"t_f0": FeatureStatistics(50.0)})
+    trained = plan_of(collection(table("t", 10**6, 128)), "cuda", SHARDERS, statistics=many).report().chosen
     assert min(trained.forward_ms) > 0 and max(trained.backward_ms) > 0
 
 
@@ -209,14 +199,9 @@ def test_what_torchrec_would_not_run_is_refused_and_says_why() -> None:
 
 
 def test_a_report_tells_served_tables_from_trained_ones(tmp_path: Path) -> None:
-    model = nn.ModuleDict(
-        {
-            "served": bags(DataType.INT8),
-            "trained": EmbeddingBagCollection([EmbeddingBagConfig(1000, 64, "u", feature_names=["g"])], device=META),
-        }
-    )
+    model = nn.ModuleDict({"served": bags(DataType.INT8), "trained": collection(table("u", 1000, 64))})
     planner = DreamShardPlanner(topology=Topology(world_size=2, compute_device="cpu"), batch_size=64, debug=False)
-    planner.plan(model, [*DEFAULT_SHARDERS, EmbeddingBagCollectionSharder()])
+    planner.plan(model, [*DEFAULT_SHARDERS, *SHARDERS])
     planner.save_plan(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="'served.t' is quantized"):
         job_of(SavedPlan.load(tmp_path / "plan.json"))

@@ -33,7 +33,7 @@ def _small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(tmp_path_factory) -> Path:
     """A tiny training from nothing on real kernels."""
     out = tmp_path_factory.mktemp("trained") / "tiny.safetensors"
-    result = run("train", "--out", out, "--quick", "--format", "json")
+    result = run("train", "--out", out, "--quick", "--seconds", "2", "--format", "json")
     assert set(json.loads(result.stdout)) >= {"network_mape", "policy_over_rule"}
     return out
 
@@ -51,7 +51,7 @@ def test_training_starts_from_what_ships(tmp_path: Path, monkeypatch: pytest.Mon
     """Measured collectives stay those of the checkpoint in use."""
     in_use, out = resolve("auto", "cpu"), tmp_path / "from.safetensors"
     monkeypatch.setattr(costs, "_config", lambda *_: QUICK)
-    run("train", "--out", out, "--seconds", "4")
+    run("train", "--out", out, "--seconds", "1")
     made = Checkpoint.load(out).metadata
     assert made["collectives"] == in_use.metadata["collectives"]
     told = run("info", out).stdout
@@ -59,7 +59,7 @@ def test_training_starts_from_what_ships(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, out, collect = replace(QUICK, rounds=2, seconds=4.0), tmp_path / "x.safetensors", training_config.collect
+    config, out, collect = replace(QUICK, rounds=2, seconds=1.0), tmp_path / "x.safetensors", training_config.collect
     held: dict[str, int] = {}
 
     def interrupted(sets: list, folder: Path, **options) -> CostDataset:
@@ -123,7 +123,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
 ) -> None:
     """Whatever else this machine does just now: --force."""
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
-    options = ("--costs", str(trained), "--seconds", "4", "--force", "--format", "json")
+    options = ("--costs", str(trained), "--seconds", "2", "--force", "--format", "json")
     result = run("calibrate", *options)
     told, (out,) = json.loads(result.stdout), (tmp_path / "checkpoints").iterdir()  # nothing that a later one continues
     assert f"kept in {out}" in result.stderr and out.name.endswith("-1-threads-calibrated.safetensors")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm
+from small_models import collection, table
 from torch import nn
 from torchrec.distributed.planner.types import (
     CollectiveType,
@@ -142,13 +143,8 @@ def test_collectives_of_other_ranks_than_the_file_tells_are_refused() -> None:
     job = job_of(saved_of(model(), None, topology))
     with pytest.raises(PlanError, match="no bandwidth of .* of . ranks, 1 on a host: its own are of 8 cuda"):
         replace(job, machine=replace(job.machine, ranks_per_host=1, hosts=3)).plan()
-    assert (
-        replace(job, machine=replace(job.machine, ranks_per_host=1, hosts=3, inter_bytes_per_s=3e11))
-        .plan()
-        .report()
-        .chosen.total_ms
-        > 0
-    )
+    told = replace(job.machine, ranks_per_host=1, hosts=3, inter_bytes_per_s=3e11)
+    assert replace(job, machine=told).plan().report().chosen.total_ms > 0
 
 
 def test_pods_count_in_what_a_plan_costs_and_in_what_it_fits() -> None:
@@ -208,10 +204,7 @@ def test_a_plan_file_holds_its_statistics(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_a_collection_alone_and_of_ranks_that_fill_no_hosts() -> None:
-    alone = EmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(name="a", num_embeddings=50, embedding_dim=16, feature_names=["f"])], device=META
-    )
-    saved = saved_of(alone, None, CUDA)
+    saved = saved_of(collection(table("a", 50)), None, CUDA)
     assert job_of(saved).plan().predict(saved).feasible
     odd = replace(saved.inputs, topology=replace(saved.inputs.topology, local_world_size=3))
     with pytest.raises(PlanError, match="4 ranks do not fill hosts of 3"):
@@ -231,9 +224,8 @@ def test_sharding_groups_come_back(next_to_each_other: bool, tmp_path: Path) -> 
     saved.save(tmp_path / "plan.json")
     assert "Rank" in run("explain", tmp_path / "plan.json", "--rank", "0").stdout
     assert json.loads(run("replan", tmp_path / "plan.json", "--steps", "1000", "--format", "json").stdout)
-    told = run(
-        "replan", tmp_path / "plan.json", "--steps", "9", "--gpus-per-node", "2", "--nodes", "4", status=3
-    ).stdout
+    fewer = ("--steps", "9", "--gpus-per-node", "2", "--nodes", "4")
+    told = run("replan", tmp_path / "plan.json", *fewer, status=3).stdout
     assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host -> 8" in " ".join(told.split())
     alone = saved_of(model(), None, Machine(ranks_per_host=4, gpu="h100").topology(), sharding_groups=groups)
     assert alone.inputs.topology.groups is None

@@ -5,11 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from small_models import SHARDERS, collection, table
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner import DreamShardPlanner, TaskError
 from dreamshard_planner.devices import GPUS
@@ -58,13 +55,9 @@ def request_and_context(**changed: Any) -> tuple[Any, Any]:
     types = pytest.importorskip("torchrec.distributed.planner.dry_run", reason="TorchRec 1.9 has the planning API")
     from torchrec.distributed.planner.types import PlannerSessionContext
 
-    tables = [
-        EmbeddingBagConfig(name=f"t{i}", num_embeddings=1000, embedding_dim=16, feature_names=[f"f{i}"])
-        for i in range(4)
-    ]
     request = types.DryRunRequest(
-        model=EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
-        sharders=[EmbeddingBagCollectionSharder()],
+        model=collection(*(table(f"t{i}") for i in range(4))),
+        sharders=SHARDERS,
         **({"sku_list": ["h100", "b200"], "world_size": 2, "local_world_size": 2, "batch_size": 64} | changed),
         training_framework="apf",
     )
