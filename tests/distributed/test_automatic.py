@@ -13,6 +13,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -35,9 +36,29 @@ STEPS = 24
 TRAINED = automatic.WARM_UP_STEPS + STEPS + 3
 
 
-def _surroundings(home: str, steps: str = str(STEPS)) -> None:
+IMPATIENT = (
+    "import sys; from dreamshard_planner import background; background.PATIENCE_SECONDS = 0.5; "
+    "background.main(sys.argv[1:])"
+)
+"""Learns as the module does, but hardly waits for the files of other ranks."""
+
+
+def _surroundings(home: str, steps: str = str(STEPS), *, learns: bool = True, waits: bool = True) -> None:
+    """Observe so many steps of this rank.
+
+    Args:
+        learns: in a process that imports all anew; else one that ends at once takes its place.
+        waits: for all ranks' files.
+    """
     os.environ.update(DREAMSHARD_HOME=home, DREAMSHARD_OBSERVE=steps)
     logging.getLogger("dreamshard_planner").setLevel(logging.INFO)
+
+    def start(command: list[str], **given: Any) -> Popen:
+        python, safe, *module, folder, run_id = command
+        what = module if waits else ["-c", IMPATIENT]
+        return Popen([python, safe, *what, folder, run_id] if learns else ["true"], **given)
+
+    automatic.subprocess.Popen = start  # in this process alone
 
 
 def _written() -> None:
@@ -57,7 +78,7 @@ def _runs(home: Path) -> list[Path]:
 
 
 def _trained(rank: Rank, home: str) -> tuple[list[float], list[float], list[str]]:
-    _surroundings(home)
+    _surroundings(home, learns=False)
     with logged("observing.automatic") as records:
         model = shard(make_planner("dreamshard", rank), rank)
         begun = _hooks(model)
@@ -87,7 +108,7 @@ def test_steps_after_the_warm_up_are_observed_and_nothing_is_left(tmp_path: Path
 
 def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
     """Train in one way, and return the warnings of the observation."""
-    _surroundings(home, {"variable": "0", "no number": "many"}.get(how, str(STEPS)))
+    _surroundings(home, {"variable": "0", "no number": "many"}.get(how, str(STEPS)), learns=False)
     with logged("observing.automatic") as records:
         model = shard(make_planner("dreamshard", rank), rank, observe=how != "argument")
         if how == "explicit":
@@ -141,9 +162,9 @@ def _own_costs(home: Path, scale: float) -> None:
     replace(shipped, metadata=metadata).save(home / "checkpoints" / "own.safetensors")
 
 
-def _start(rank: Rank, home: str) -> dict[str, Any]:
+def _start(rank: Rank, home: str, learns: bool) -> dict[str, Any]:
     """A start of a job that says nothing of batches, lookups and costs."""
-    _surroundings(home)
+    _surroundings(home, learns=learns)
     planner = DreamShardPlanner(effort="quick", sharding_types=["table_wise", "column_wise"])
     with logged("observing.automatic") as records, logged("planning.remembered") as recalled:
         losses = train(shard(planner, rank), rank, TRAINED, 2 * LOCAL_BATCH)
@@ -162,7 +183,8 @@ def _start(rank: Rank, home: str) -> dict[str, Any]:
 
 def test_each_start_of_a_job_makes_the_next_plan_better(tmp_path: Path) -> None:
     _own_costs(tmp_path, 9.0)
-    first, second, third = (run_on_ranks(_start, str(tmp_path), world_size=2)[0] for _ in range(3))
+    learns = (True, True, False)  # nothing starts after the third
+    first, second, third = (run_on_ranks(_start, str(tmp_path), one, world_size=2)[0] for one in learns)
     assert len(list(tmp_path.glob("checkpoints/*-observed.safetensors"))) == 1
     assert "learned" not in first["report"][0] and first["inputs"].statistics is None
     for runs, told in ((1, second), (2, third)):
@@ -229,7 +251,7 @@ SHARES = (16, 9, 3, 16)
 def _killed(rank: Rank, home: str) -> None:
     """A job with unequal batches whose last rank is killed once all steps are observed, and before it has written
     them."""
-    _surroundings(home)
+    _surroundings(home, waits=False)
     if rank.rank == rank.world_size - 1:
         automatic._write = lambda *_: _die(Path(home))
     model = shard(DreamShardPlanner(effort="quick", sharding_types=["table_wise"]), rank)
