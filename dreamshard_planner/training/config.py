@@ -84,7 +84,7 @@ QUICK = TrainingConfig(
     task_tables=(8, 12),
     task_ranks=(2, 4),
     fit=FitConfig(epochs=10),
-    reinforce=ReinforceConfig(updates=5, tasks_per_update=2, episodes_per_task=4),
+    reinforce=ReinforceConfig(updates=5, looks=1, tasks_per_update=2, episodes_per_task=4),
 )
 """Settings that try the whole flow in seconds; the result is not worth planning with."""
 
