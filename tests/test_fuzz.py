@@ -25,7 +25,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import DrawFn
 from safetensors.torch import load_file, save
-from small_models import SHARDERS, small_model, topology
+from small_models import SHARDERS, planned, planner, small_model
 from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner import (
@@ -33,7 +33,6 @@ from dreamshard_planner import (
     CheckpointError,
     DatasetError,
     DreamShardError,
-    DreamShardPlanner,
     FeatureStatistics,
     PlanError,
     SavedPlan,
@@ -152,10 +151,6 @@ COLLECTIVES = MeasuredCollectives(
 )
 
 
-def small_planner(**arguments: Any) -> DreamShardPlanner:
-    return DreamShardPlanner(topology=topology(), stats=[], debug=False, **arguments)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one good file of each kind of JSON."""
@@ -163,9 +158,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     STATISTICS.to_json(made / "statistics.json")
     shutil.copy(Path(__file__).parents[1] / "examples" / "tables.json", made)
     (made / "collectives.json").write_text(json.dumps(asdict(COLLECTIVES)))
-    planner = small_planner()
-    planner.plan(small_model(), SHARDERS)
-    planner.save_plan(made / "plan.json")
+    planned(small_model()).save_plan(made / "plan.json")
     return made
 
 
@@ -199,12 +192,12 @@ def test_json_files_are_read_or_refused(data: st.DataObject, kind: str, folder: 
     found = loaded(path, *JSON_FILES[kind])
     if kind == "statistics" and found is not None:
         try:
-            planner = small_planner(statistics=found)
-            planner.plan(small_model(), SHARDERS)
+            made = planner(statistics=found)
+            made.plan(small_model(), SHARDERS)
         except (PlannerError, StatisticsError) as error:
             assert any(name in str(error) for name in (*found, "t0", "t1", "t2", "t3"))
         else:
-            assert math.isfinite(planner.report().chosen.total_ms)
+            assert math.isfinite(made.report().chosen.total_ms)
 
 
 def description_of(path: Path) -> dict[str, Any]:
@@ -224,9 +217,8 @@ def test_checkpoints_are_used_or_refused(data: st.DataObject, folder: Path) -> N
     checkpoint = loaded(path, CheckpointError, Checkpoint.load)
     if checkpoint is None:
         return
-    planner = small_planner(checkpoint=checkpoint)
-    planner.plan(small_model(), SHARDERS)
-    assert math.isfinite(planner.report().chosen.total_ms) and str(planner.report()) and checkpoint.digest()
+    report = planned(small_model(), checkpoint=checkpoint).report()
+    assert math.isfinite(report.chosen.total_ms) and str(report) and checkpoint.digest()
 
 
 def test_what_files_claim_is_not_believed(folder: Path) -> None:

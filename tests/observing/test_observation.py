@@ -20,7 +20,7 @@ from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, Hooks, StepRecorder
 from dreamshard_planner.observing.learning import learn, observed_sets
 from dreamshard_planner.observing.observation import rank_file
-from tests.cli.test_commands import run_json
+from tests.cli.test_commands import run, run_json
 from tests.observing.runs import LOCAL_BATCH, observation, observed_run, of_size, planned_run, rank_steps
 
 
@@ -251,14 +251,14 @@ def test_another_batch_size_than_the_planned_one_is_said() -> None:
 
 
 def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
-    run, hardware = planned_run(1.1, 1.0), describe_hardware("cpu", 1)
-    Observation(hardware, (run,)).save(tmp_path / "seen.json")
+    seen, hardware = planned_run(1.1, 1.0), describe_hardware("cpu", 1)
+    Observation(hardware, (seen,)).save(tmp_path / "seen.json")
     result = run("observed", tmp_path / "seen.json", "--out", tmp_path / "s.json")
     assert TableStatistics.from_json(tmp_path / "s.json")["f1"].batches == 8
-    forward = run.plan.predicted.chosen.forward_ms[1]
+    forward = seen.plan.predicted.chosen.forward_ms[1]
     assert f"{forward:,.3f} -> {1.1 * forward:,.3f}" in result.stdout
     assert "may be trusted" in result.stdout.replace("\n", " ")
     told = run_json("observed", tmp_path / "seen.json")
     assert told[0]["trusted"] is True and math.isclose(told[0]["kinds"][0]["predicted_ms"][1], forward)
-    Observation(hardware, (replace(run, plan=None),)).save(tmp_path / "bare.json")
+    Observation(hardware, (replace(seen, plan=None),)).save(tmp_path / "bare.json")
     assert "no prediction was kept" in run("observed", tmp_path / "bare.json").stdout
