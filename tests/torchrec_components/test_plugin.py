@@ -1,9 +1,11 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Components of TorchRec's that users give; kernels where memory is scarce; the same plan everywhere."""
+"""Components of TorchRec's that users give, and TorchRec's planning API; the same plan everywhere."""
 
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from small_models import SHARDERS, TABLE_WISE, collection, planned, planner, ranks_of, small_model, table, topology
@@ -22,8 +24,10 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics, TaskError
+from dreamshard_planner.devices import GPUS
 from dreamshard_planner.torchrec_components import components
+from dreamshard_planner.torchrec_components.provider import DreamShardProvider
 
 
 @pytest.mark.parametrize("seam", ["partitioner", "estimator", "perf_model"])
@@ -157,3 +161,93 @@ def test_import_starts_nothing_and_nothing_that_would_keep_a_process_group_is_im
         "assert not torch.cuda.is_initialized() and not dist.is_initialized()"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+
+
+RANKS = {"world_size": 16, "local_world_size": 8, "pod_size": None, "compute_device": None}
+MEMORY = {"hbm_gb": None, "ddr_gb": None}
+
+
+def sku_topology(sku: str, **changed: Any) -> Any:
+    """The topology of a request; of the API's context only the sources of hardware matter here."""
+    return DreamShardProvider().build_topology(
+        sku, SimpleNamespace(**(RANKS | MEMORY | changed)), SimpleNamespace(hw_source={})
+    )
+
+
+@pytest.mark.parametrize("sku", ["h100", "H100", "NVIDIA H100 80GB HBM3"])
+def test_the_topology_is_that_of_the_sku(sku: str) -> None:
+    made, gpu = sku_topology(sku), GPUS["h100"]
+    assert (made.world_size, made.local_world_size, made.compute_device) == (16, 8, "cuda")
+    assert made.devices[0].storage.hbm == gpu.memory_bytes
+    assert made.hbm_mem_bw == gpu.memory_bytes_per_s / 1e3
+    assert made.comms_bandwidths.intra_host_bw == gpu.link_bytes_per_s / 1e3
+    assert made.comms_bandwidths.inter_host_bw == gpu.network_bytes_per_s / 1e3
+
+
+def test_memory_and_device_of_the_request_are_taken() -> None:
+    assert sku_topology("h100", hbm_gb=40, ddr_gb=100).devices[0].storage.hbm == 40 * 2**30
+    on_cpu = sku_topology("any", compute_device="cpu", ddr_gb=10)
+    assert (on_cpu.compute_device, on_cpu.devices[0].storage.ddr) == ("cpu", 10 * 2**30)
+
+
+def test_what_has_no_topology_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"unknown GPU 'a100' \(did you mean 'a100-40' or 'a100-80'\?\)"):
+        sku_topology("A100")
+    for changed, told in (
+        ({"local_world_size": 6}, "world_size 16 must be a multiple of local_world_size 6"),
+        ({"pod_size": 16}, "pod_size 16 is not supported"),
+        ({"compute_device": "mtia"}, "compute_device must be 'cuda' or 'cpu', got 'mtia'"),
+    ):
+        with pytest.raises(PlannerError, match=told):
+            sku_topology("h100", **changed)
+
+
+def request_and_context(**changed: Any) -> tuple[Any, Any]:
+    types = pytest.importorskip("torchrec.distributed.planner.dry_run", reason="TorchRec 1.9 has the planning API")
+    from torchrec.distributed.planner.types import PlannerSessionContext
+
+    request = types.DryRunRequest(
+        model=collection(*(table(f"t{i}") for i in range(4))),
+        sharders=SHARDERS,
+        **({"sku_list": ["h100", "b200"], "world_size": 2, "local_world_size": 2, "batch_size": 64} | changed),
+        training_framework="apf",
+    )
+    return request, PlannerSessionContext(request=request, results={})
+
+
+def test_dry_run_and_production_plan_with_dreamshard() -> None:
+    constraints = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
+    request, context = request_and_context(constraints=constraints)
+    from torchrec.distributed.planner.api import ProductionPlannerOrchestrator
+    from torchrec.distributed.planner.dry_run import DryRunOrchestrator
+    from torchrec.distributed.planner.executor import DefaultPlannerExecutor
+
+    made: list[DreamShardPlanner] = []
+
+    class Kept(DreamShardProvider):
+        def build_planner(self, *args: Any, **kwargs: Any) -> DreamShardPlanner:
+            made.append(super().build_planner(*args, **kwargs))
+            return made[-1]
+
+    executor = DefaultPlannerExecutor(Kept(seed=1))
+    results = DryRunOrchestrator(executor).plan(request, context)
+    assert [result.planner_failure_reason for result in results.values()] == [None, None]
+    assert context.hw_source == {"h100": GPUS["h100"].source, "b200": GPUS["b200"].source}
+    for one, result in zip(made, results.values(), strict=True):
+        assert {option.name: option.sharding_type for option in one.options}["t0"] == "row_wise"
+        assert result.estimated_max_hbm_bytes > 0 and len(result.sharding_options) == 4
+    alone = ProductionPlannerOrchestrator(executor, sku="h100").plan(request, context)["h100"]
+    assert str(alone.sharding_plan) == str(results["h100"].sharding_plan)
+
+
+def test_parts_of_another_planner_are_refused() -> None:
+    request, _ = request_and_context()
+    from torchrec.distributed.planner.dry_run import DryRunOrchestrator
+    from torchrec.distributed.planner.executor import DefaultPlannerExecutor
+    from torchrec.distributed.planner.types import PlannerConfig, PlannerVariant
+
+    for config in ({"proposer_type": "greedy"}, {"planner_variant": PlannerVariant.MANIFOLD}):
+        request, context = request_and_context(planner_config=PlannerConfig(**config))
+        results = DryRunOrchestrator(DefaultPlannerExecutor(DreamShardProvider())).plan(request, context)
+        name, value = next(iter(config.items()))
+        assert f"PlannerConfig has {name}='{getattr(value, 'value', value)}'" in results["h100"].planner_failure_reason
