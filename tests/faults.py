@@ -58,8 +58,10 @@ def dreamshard(arguments: Sequence[str], stderr: Path, file_bytes: int | None = 
         file_bytes: no file may grow beyond, as on a disk that fills up while the command runs.
     """
     from dreamshard_planner import cli
+    from dreamshard_planner.measure import kernels
     from dreamshard_planner.support import files
 
+    kernels._ARENA_BYTES = 1 << 26  # filling more takes longer than what is measured in it
     sys.stderr = stderr.open("w", buffering=1)
     if file_bytes is not None:
         files.MIN_FREE_BYTES = 1  # there was room when it began

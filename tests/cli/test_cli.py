@@ -16,6 +16,7 @@ from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.devices import Machine
+from dreamshard_planner.measure import kernels
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.timing import CoreUse
 from dreamshard_planner.training import QUICK, TrainingConfig, calibrate, calibration, train
@@ -27,6 +28,7 @@ from tests.cli.test_commands import run, run_json
 def _small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much memory as ``--quick`` takes: filling more takes longer than what is measured in it here."""
     monkeypatch.setattr(calibration, "_ARENA_BYTES", {"cpu": QUICK.arena_bytes})
+    monkeypatch.setattr(kernels, "_ARENA_BYTES", QUICK.arena_bytes)
 
 
 @pytest.fixture(scope="module")
