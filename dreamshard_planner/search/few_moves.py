@@ -133,7 +133,8 @@ class _Walk:
             if not trials:
                 return
             _, smooth_Q, bytes_Q = self._rated(trials)
-            gain_Q = self._smooth_ms() - smooth_Q
+            collective_ms = self._problem.collectives.ms(self._state.bytes_CD)
+            gain_Q = overall_ms(self._smooth(self._state.device_ms_D), collective_ms) - smooth_Q
             gain_Q[(gain_Q < 1e-5 * self._unit) | (self._bytes + bytes_Q > limit)] = -torch.inf
             ratio_Q = gain_Q / bytes_Q.clamp_min(1)
             index = int(ratio_Q.argmax())
@@ -170,11 +171,6 @@ class _Walk:
         """Return the bytes that move after a trial beyond those that move now."""
         return sum(self._bytes_of(change) - self._bytes_of(self._state.now(change[0])) for change in trial)
 
-    def _smooth_ms(self) -> float:
-        return float(
-            overall_ms(self._smooth(self._state.device_ms_D), self._problem.collectives.ms(self._state.bytes_CD))
-        )
-
     def _candidates(self) -> Iterator[list[Change]]:
         """Moves and swaps of units of the tables that burden the slowest rank, or exchange most."""
         movable = self._movable(self._state.heaviest())
@@ -204,7 +200,8 @@ class _Walk:
         there = [pair for pair in every if self._at(*pair) != slowest]
         if not here or not there:
             return
-        weight_H, weight_T = (np.array([self._weight(*pair) for pair in pairs]) for pairs in (here, there))
+        parts = [problem.parts_of(table, option) for table, option in enumerate(self.sharding.options)]
+        weight_H, weight_T = (self._single_P[[parts[table][unit] for table, unit in some]] for some in (here, there))
         room_T = load_D[slowest] - load_D[[self._at(*pair) for pair in there]]
         shift_HT = weight_H[:, None] - weight_T
         off_HT = np.where(shift_HT > 0, np.abs(shift_HT - room_T / 2), np.inf)
@@ -217,10 +214,6 @@ class _Walk:
                     self.sharding.move(one, unit, self._at(other, its)),
                     self.sharding.move(other, its, self._at(one, unit)),
                 ]
-
-    def _weight(self, table: int, unit: int) -> float:
-        """Milliseconds of a unit of span 1 alone."""
-        return float(self._single_P[self._problem.tables[table][self.sharding.options[table]].units[unit].parts[0]])
 
     def _rated(self, trials: Sequence[Sequence[Change]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the cost after each trial, with the slowest rank and with :meth:`_smooth`, infinite if memory does not

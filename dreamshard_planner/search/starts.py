@@ -76,10 +76,6 @@ class OptionTotals:
         least_M = np.where(np.isfinite(self.total_ms_TO)[..., None], self.needs_TOM, np.inf).min(1).sum(0)
         return bool(has_room(least_M, self.limits_M))
 
-    def bytes_M(self, options: np.ndarray) -> np.ndarray:
-        """Return what chosen options need over all ranks."""
-        return self.needs_TOM[np.arange(len(options)), options].sum(0)
-
 
 def level_choice(
     num_ranks: int, asked: OptionTotals, allowed_TO: np.ndarray, fill: float, price_M: np.ndarray
@@ -164,7 +160,7 @@ def _affordable(cost: Cost, asked: OptionTotals, allowed_TO: np.ndarray, fill: f
         options_T = level_choice(cost.problem.num_ranks, asked, allowed_TO, fill, price_M)
         if tried_T is None or (options_T != tried_T).any():
             wanted_T = options_T if wanted_T is None else wanted_T
-            tried_T, used_M = options_T, asked.bytes_M(options_T)
+            tried_T, used_M = options_T, asked.needs_TOM[np.arange(len(options_T)), options_T].sum(0)
             if (used_M <= limits_M).all() and (sharding := place_units(cost, options_T.tolist())) is not None:
                 return _Start(sharding, wanted_T)
         # Ranks fill up before all memory does: what is nearly full gets dearer as well.
