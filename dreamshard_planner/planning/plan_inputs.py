@@ -15,6 +15,7 @@ from torch import nn
 from torchrec.distributed.planner.constants import (
     BATCH_SIZE,
     BWD_COMPUTE_MULTIPLIER,
+    POOLING_FACTOR,
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
 )
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
@@ -126,6 +127,12 @@ class PlannerSettings:
     def candidates(self) -> float:
         """Candidates of each part of planning, as a multiple of the default's."""
         return EFFORTS[self.effort]
+
+    def tells_lookups(self, table: str, feature: str) -> bool:
+        """Return whether the user gave the lookups per sample of a table's feature."""
+        given = (self.constraints or {}).get(table)
+        told = given is not None and list(given.pooling_factors or ()) not in ([], [POOLING_FACTOR])
+        return told or feature in (self.statistics or {})
 
 
 SAVED = ("cost_source", "sharding_types", "exact_training", "optimizers_attached", "seed")

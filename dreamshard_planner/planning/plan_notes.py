@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torchrec.distributed.planner.constants import DDR_CAP, POOLING_FACTOR
+from torchrec.distributed.planner.constants import DDR_CAP
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.measure.hardware import total_bytes
@@ -42,39 +42,20 @@ def assumptions(context: PlanRater, plan: Sequence[ShardingOption], settings: Pl
     )
 
 
-def knows_lookups(context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings) -> bool:
-    """Return whether the user gave the lookups per sample of any feature."""
-    return bool(_features(context, plan, settings)[1])
-
-
-def _features(
-    context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings
-) -> tuple[list[str], list[str]]:
-    """Return the features whose lookups per sample are TorchRec's default, and the others."""
-    unknown: list[str] = []
-    known: list[str] = []
-    for option in plan:
-        given = (settings.constraints or {}).get(option.name)
-        told = given is not None and list(given.pooling_factors or ()) not in ([], [POOLING_FACTOR])
-        for feature in context.reader.declared(option).features:
-            (known if told or feature in (settings.statistics or {}) else unknown).append(feature)
-    return sorted(unknown), known
-
-
 @torch.no_grad()
 def _lookups(context: PlanRater, plan: Sequence[ShardingOption], settings: PlannerSettings) -> tuple[Note, ...]:
-    unknown, known = _features(context, plan, settings)
+    given = [(one.name, feature) for one in plan for feature in context.reader.declared(one).features]
+    unknown = sorted(feature for table, feature in given if not settings.tells_lookups(table, feature))
     if not unknown:
         return ()
     # Features of an nn.EmbeddingBag have no names.
     unnamed = {f"of table {fqn_of(one)!r}" for one in plan if "" in context.reader.declared(one).features}
     shown = [*filter(None, unknown), *(sorted(unnamed) if "" in unknown else ())]
-    features = len(unknown) + len(known)
     text = (
-        f"one lookup per sample is assumed for {len(unknown)} of {features} features ({first_of(shown, NAMED)}), "
+        f"one lookup per sample is assumed for {len(unknown)} of {len(given)} features ({first_of(shown, NAMED)}), "
         "since neither statistics nor pooling_factors tell"
     )
-    figures = {"features": float(len(unknown)), "of_features": float(features)}
+    figures = {"features": float(len(unknown)), "of_features": float(len(given))}
     if context.cost_source != "torchrec":  # its estimates stay those that the options came with
         many = dict.fromkeys(unknown, FeatureStatistics(MANY_LOOKUPS))
         other = context.with_statistics(TableStatistics({**dict(settings.statistics or {}), **many}))

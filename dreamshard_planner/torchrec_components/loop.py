@@ -23,7 +23,6 @@ from torchrec.distributed.planner.types import (
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows, dedup_notes
 from dreamshard_planner.planning.model_problem import ModelProblem
-from dreamshard_planner.planning.plan_notes import knows_lookups
 from dreamshard_planner.planning.remembered import LEAST_GAIN, Remembered, Replacement
 from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.planning.search_plan import SearchSettings
@@ -55,7 +54,11 @@ def kept_baseline(
         theirs: TorchRec's plan; None without one that fits.
     """
     settings = model.settings
-    guessed = settings.cost_source != "torchrec" and not knows_lookups(model.context, plan, settings)
+    guessed = settings.cost_source != "torchrec" and not any(
+        settings.tells_lookups(option.name, feature)
+        for option in plan
+        for feature in model.context.reader.declared(option).features
+    )
     least = (LEAST_GAIN if guessed else 0.0) if settings.least_gain is None else settings.least_gain
     if theirs is None or least == 0.0 or signatures(theirs) == signatures(plan):
         return None
