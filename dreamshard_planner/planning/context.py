@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 
 import torch
 from torch import nn
 from torchrec.distributed.planner.constants import POOLING_FACTOR
-from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Topology
+from torchrec.distributed.planner.types import Perf, ShardEstimator, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.cost.compute import ComputeCost
@@ -30,7 +32,7 @@ from dreamshard_planner.search_space.enumeration import (
     torchrec_estimators,
     unpriced,
 )
-from dreamshard_planner.search_space.options import by_table, counted, fqn_of, hot_rows_of, type_of
+from dreamshard_planner.search_space.options import by_table, counted, fqn_of, hot_rows_of, perf_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, is_known
 from dreamshard_planner.search_space.usable_options import (
     as_constrained,
@@ -117,47 +119,60 @@ class PlanRater:
             perf = WithLengths(perf, self.constraints.torchrec_lengths)
         return [perf, AllocatedStorage(storage, self.reader, self.ranks.topology)]
 
-    def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
-        """Set the perf of every shard by TorchRec's own estimator, in place.
+    @torch.no_grad()
+    def alone(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
+        """Return the milliseconds of each option's shards, each alone on its rank. If estimates are the cost source, or
+        price an unknown kernel, they are those of the option."""
+        if not options or self._costs.takes_estimates:
+            return [*map(perf_of, options)]
+        read = self.read(options, with_storage=False)
+        cost, rates_2C = self.cost(read), read.problem.collectives.alone_ms_per_byte()
+        compute_P2 = cost.compute.group_cost_ms(cost.latent_PH)
+        comms_P2 = torch.stack([read.problem.bytes_PC @ rate_C for rate_C in rates_2C], dim=-1)
+        perf_P = [
+            Perf(fwd_compute=forward, fwd_comms=forward_comms, bwd_compute=backward, bwd_comms=backward_comms)
+            for forward, backward, forward_comms, backward_comms in torch.cat([compute_P2, comms_P2], dim=-1).tolist()
+        ]
+        choices = zip(chain.from_iterable(read.options), chain.from_iterable(read.problem.tables), strict=True)
+        alone = {id(option): [perf_P[part] for part in choice.parts] for option, choice in choices}
+        return [alone[id(one)] if is_known(one.compute_kernel) else perf_of(one) for one in options]
 
-        Options keep a perf of their own, maybe a user's, if it is the cost source or prices an unknown kernel.
-        """
-        estimated = (not self._costs.takes_estimates and is_known(option.compute_kernel) for option in options)
-        options = [option for option, again in zip(options, estimated, strict=True) if again or _lacks_perf(option)]
-        estimate_all(self._torchrec[:1], options, self.sharders or ())
+    def alone_ms(self, options: Sequence[ShardingOption]) -> list[float]:
+        """Return the sum of :meth:`alone` for each option."""
+        return [sum(perf.total for perf in perfs) for perfs in self.alone(options)]
 
-    def tells_lookups(self, options: Sequence[ShardingOption]) -> bool:
-        """Return whether TorchRec's estimates depend on lookups per sample that the user gave, and on no own perf."""
-        estimated = not self._costs.takes_estimates and all(is_known(option.compute_kernel) for option in options)
-        return estimated and any({*option.input_lengths} != {POOLING_FACTOR} for option in options)
-
-    def estimate_untold(self, options: list[ShardingOption]) -> None:
-        """Set the perf of every shard by TorchRec's estimator for one lookup per sample, in place."""
-        for option in options:
+    def without_lookups(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """Return copies with TorchRec's estimates for one lookup per sample; none if these are the options' estimates,
+        or estimates are costs."""
+        given = any({*option.input_lengths} != {POOLING_FACTOR} for option in options)
+        if self._costs.takes_estimates or not given or not all(is_known(option.compute_kernel) for option in options):
+            return []
+        copies = [copy.deepcopy(option) for option in options]
+        for option in copies:
             option.input_lengths = [POOLING_FACTOR] * len(option.input_lengths)
-        estimate_all(torchrec_estimators(self.ranks.topology)[:1], options, self.sharders or ())
+        estimate_all(torchrec_estimators(self.ranks.topology)[:1], copies, self.sharders or ())
+        return copies
 
     def complete(self, options: list[ShardingOption]) -> None:
         """Estimate missing storage in place, and missing perf if it is the cost source, as TorchRec does."""
         bare = [option for option in options if any(shard.storage is None for shard, _ in counted(option))]
         estimate_all(self._torchrec[1:], bare, self.sharders or ())
         if self._costs.takes_estimates:
-            self.estimate_as_torchrec(options)
+            estimate_all(self._torchrec[:1], [*filter(_lacks_perf, options)], self.sharders or ())
 
     def enumerator(self, batch_size: int, perf: ShardEstimator | None = None) -> FastEnumerator:
         """Make TorchRec's enumerator for a planner's model, with pooling factors per feature.
 
         Args:
             batch_size: local.
-            perf: estimator of perf unless the cost source is TorchRec's; by default TorchRec's.
+            perf: estimator of perf; by default TorchRec's.
         """
-        ours = None if self._costs.takes_estimates else perf
         asked = {name for name, constraint in (self.constraints or {}).items() if constraint.min_partition}
         return FastEnumerator(
             self.ranks.topology,
             batch_size,
             self.constraints,
-            [ours or self._torchrec[0], self._torchrec[1]],
+            [perf or self._torchrec[0], self._torchrec[1]],
             variants=partial(own_slices, asked=asked),
             prepare=self._set_lengths,
         )
@@ -168,7 +183,7 @@ class PlanRater:
     def searched_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options of a model that planning searches; raises PlannerError if a table has none."""
         allowed = as_constrained(search_space, self.constraints or {})
-        return self.usable_options(without_idle_halves(allowed, self.ranks.topology.world_size))
+        return self.usable_options(without_idle_halves(allowed, self.alone_ms, self.ranks.topology.world_size))
 
     def usable_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options of :func:`~dreamshard_planner.search_space.usable_options.usable_options`."""

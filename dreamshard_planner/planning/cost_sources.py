@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, repeat
 
 import torch
 from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
@@ -24,7 +23,7 @@ from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.report import ESTIMATE_PARTS, Note, noted
 from dreamshard_planner.problem.parts import Links, ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of
+from dreamshard_planner.search_space.options import fqn_of, perf_of, ranks_of
 from dreamshard_planner.search_space.sharding_types import serves
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.features import FEATURE_INDEX
@@ -168,8 +167,7 @@ class TorchRecCosts(NetworkCosts):
         """Return the parts of TorchRec's estimate of the slowest rank; empty without estimates."""
         of_rank: dict[int, list[Perf]] = {}
         for option in plan:
-            perfs = chain.from_iterable(repeat(shard.perf, count) for shard, count in counted(option))
-            for rank, perf in zip(ranks_of(option), perfs, strict=True):
+            for rank, perf in zip(ranks_of(option), perf_of(option), strict=True):
                 if rank is None or perf is None:
                     return {}
                 of_rank.setdefault(rank, []).append(perf)

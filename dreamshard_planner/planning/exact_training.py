@@ -148,5 +148,5 @@ def _torchrec_ms(model: ModelProblem, wider: _WiderSpace, plan: Sequence[Shardin
     order = {fqn: index for index, fqn in enumerate(by_table(searched))}
     options.sort(key=lambda option: order[fqn_of(option)])
     offered = [option for option in options if is_torchrecs(option)]
-    theirs = torchrec_plan(offered, model.left, context.estimate_as_torchrec, model.settings.candidates)
+    theirs = torchrec_plan(offered, model.left, model.settings.candidates)
     return None if theirs is None else context.rated(theirs.options).total_ms

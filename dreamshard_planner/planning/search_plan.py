@@ -25,7 +25,7 @@ from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadli
 from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search.starts import OptionTotals
-from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, ranks_of, set_ranks
+from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, perf_of, ranks_of, set_ranks
 from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
 from dreamshard_planner.search_space.usable_options import all_sized, other_sizes
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
@@ -129,24 +129,20 @@ class TorchRecPlan:
 def torchrec_plan(
     search_space: Sequence[ShardingOption],
     topology: Topology,
-    estimate: Callable[[list[ShardingOption]], None],
     effort: float = 1.0,
 ) -> TorchRecPlan | None:
     """Return the plan that TorchRec's planner would choose among the options; None if no proposal fits.
 
     Args:
-        search_space: options with storage; not changed.
+        search_space: options with TorchRec's estimates; not changed.
         topology: with the memory that the storage reservation left.
-        estimate: sets TorchRec's perf on options.
         effort: number of proposals, as a multiple of the default's.
     """
-    space = [copy.deepcopy(option) for option in search_space]
-    estimate(space)
-    size = len({option.fqn for option in space}) * topology.world_size
+    size = len({option.fqn for option in search_space}) * topology.world_size
     least = LEAST_PROPOSALS if size < SHARDS_OF_ONE else 1
     # Shared evenly by TorchRec's four proposers.
     proposals = portion(max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size)), effort)
-    read: list[Any] = [_AsRead(option) for option in space]
+    read: list[Any] = [_AsRead(option) for option in search_space]
     best: tuple[float, list[ShardingOption]] | None = None
     proposers = [
         (GreedyProposer(), max),
@@ -192,8 +188,7 @@ class _AsRead:
 
     def show_score(self, score: Callable[[Iterable[float]], float]) -> None:
         """Show the largest or the sum of the shards' estimates, as one shard's."""
-        each_ms = (repeat(shard.perf.total, count) for shard, count in counted(self.option))
-        self.shards = [Shard([], [], perf=Perf(score(chain.from_iterable(each_ms)), 0, 0, 0))]
+        self.shards = [Shard([], [], perf=Perf(score(perf.total for perf in perf_of(self.option)), 0, 0, 0))]
 
     def show_shards(self) -> None:
         """Show all shards, without ranks."""
@@ -258,22 +253,22 @@ def _searched(
     rivals: tuple[ReportEntry, ...] = ()
     theirs: TorchRecPlan | None = None
     sizes = _cache_sizes(context, options, topology)
-    whole = _whole_tables(context, options, topology, settings)
+    fastest = _fastest_whole(context, options)
+    whole = _whole_tables(context, copy.deepcopy(fastest), topology, settings)
     alone: SearchResult | None = None  # the search for whole tables, if these are all options
     if whole is not None:
         plans[WHOLE], rivals = whole.options, whole.rivals
         if all(option.sharding_type == TW for option in options):
             # Slower kernels are for what does not fit.
-            options, alone = _fastest_whole(options), None if sizes else whole.result
+            options, alone = fastest, None if sizes else whole.result
     if settings.deadline.left() != 0.0:
         offered = [option for option in options if is_torchrecs(option)]
-        theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec, settings.config.effort)
+        theirs = torchrec_plan(offered, topology, settings.config.effort)
         if theirs is not None:
             plans[BASELINE] = theirs.options
-        if context.tells_lookups(offered):
-            untold = torchrec_plan(offered, topology, context.estimate_untold, settings.config.effort)
-            if untold is not None:
-                plans[UNTOLD] = untold.options
+        untold = context.without_lookups(offered)
+        if untold and (default := torchrec_plan(untold, topology, settings.config.effort)) is not None:
+            plans[UNTOLD] = default.options
     options = [*options, *sizes]
     read = context.read(options, topology)
     cost = context.cost(read)
@@ -311,19 +306,19 @@ def _cache_sizes(context: PlanRater, options: Sequence[ShardingOption], topology
     return sizes
 
 
-def _fastest_whole(options: Sequence[ShardingOption]) -> list[ShardingOption]:
+def _fastest_whole(context: PlanRater, options: Sequence[ShardingOption]) -> list[ShardingOption]:
     """Return the fastest whole option of each table, or its fastest option if it may not be whole."""
-    return [
-        min(choices, key=lambda option: (option.sharding_type != TW, option.total_perf))
-        for choices in by_table(options).values()
-    ]
+    tables = [[one for one in choices if one.sharding_type == TW] or choices for choices in by_table(options).values()]
+    alone_ms = iter(context.alone_ms([*chain.from_iterable(tables)]))
+    each_ms = [[next(alone_ms) for _ in choices] for choices in tables]
+    return [choices[each.index(min(each))] for choices, each in zip(tables, each_ms, strict=True)]
 
 
 def _whole_tables(
-    context: PlanRater, options: Sequence[ShardingOption], topology: Topology, settings: SearchSettings
+    context: PlanRater, whole: list[ShardingOption], topology: Topology, settings: SearchSettings
 ) -> RatedPlan | None:
-    """Return our plan of whole tables, with ranks; None if they do not fit, since other options may."""
-    whole, left = copy.deepcopy(_fastest_whole(options)), settings.deadline.left()
+    """Return our plan of whole tables, which get ranks; None if they do not fit, since other options may."""
+    left = settings.deadline.left()
     third = replace(settings, deadline=Deadline(None if left is None else left / 3))
     try:
         placed = place_proposal(context, whole, topology, third)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import chain, islice, repeat
-from operator import add
 from typing import Any, Self
 
 from torchrec.distributed.planner.types import Perf, PlannerError, PlannerErrorType, Shard, ShardingOption, Storage
@@ -115,8 +113,7 @@ class EnumeratedOption(ShardingOption):
     @property
     def total_perf(self) -> float:
         """Sum over all shards one by one, equal to TorchRec's to the last bit."""
-        each = (repeat(shard.perf.total, count) for shard, count in counted(self))
-        return reduce(add, chain.from_iterable(each), 0)
+        return sum(perf.total for perf in perf_of(self))
 
     @property
     def total_storage(self) -> Storage:
@@ -198,6 +195,11 @@ def set_ranks(option: ShardingOption, ranks: Sequence[int | None] | None) -> Non
         return
     for shard, rank in zip(option.shards, repeat(None) if ranks is None else ranks, strict=ranks is not None):
         shard.rank = rank
+
+
+def perf_of(option: ShardingOption) -> list[Perf]:
+    """Return the perf of each shard."""
+    return [*chain.from_iterable(repeat(shard.perf, count) for shard, count in counted(option))]
 
 
 def set_perf(option: ShardingOption, perf: Sequence[Perf]) -> None:

@@ -100,14 +100,21 @@ def _sliced(kind: type[Own], option: EnumeratedOption, widths: Sequence[int]) ->
     return result
 
 
-def without_idle_halves(options: Sequence[ShardingOption], ranks: int) -> list[ShardingOption]:
+def without_idle_halves(
+    options: list[ShardingOption], alone_ms: Callable[[list[ShardingOption]], list[float]], ranks: int
+) -> list[ShardingOption]:
     """Return the options without halves of light tables, which level nothing and take time to search.
 
     Args:
-        options: with estimates.
+        options: of all tables.
+        alone_ms: returns the milliseconds of each option.
         ranks: number of ranks that share the tables.
     """
-    least_ms = {table: min(option.total_perf for option in choices) for table, choices in by_table(options).items()}
+    if not any(isinstance(option, Halves) for option in options):
+        return options
+    least_ms: dict[str, float] = {}
+    for option, ms in zip(options, alone_ms(options), strict=True):
+        least_ms[fqn_of(option)] = min(ms, least_ms.get(fqn_of(option), math.inf))
     # Twice as many equal tables as ranks are at the limit, but for rounding.
     heavy_ms = (1 + 1e-9) * HEAVY * sum(least_ms.values()) / ranks
     return [option for option in options if not isinstance(option, Halves) or least_ms[fqn_of(option)] > heavy_ms]

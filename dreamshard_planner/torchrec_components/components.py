@@ -13,7 +13,6 @@ from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
     Partitioner,
-    Perf,
     PerfModel,
     Proposer,
     ShardEstimator,
@@ -28,7 +27,6 @@ from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.options import set_perf
-from dreamshard_planner.search_space.sharding_types import is_known
 from dreamshard_planner.support.torch_state import neutral, single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -66,7 +64,6 @@ class DreamShardEstimator(ShardEstimator):
         self._context = context
 
     @neutral()
-    @torch.no_grad()
     def estimate(
         self,
         sharding_options: list[ShardingOption],
@@ -78,20 +75,8 @@ class DreamShardEstimator(ShardEstimator):
         Raises:
             PlannerError: an option cannot be rated.
         """
-        if not sharding_options:
-            return
-        read = self._context.read(sharding_options, with_storage=False)
-        cost, collectives = self._context.cost(read), read.problem.collectives
-        compute_P2 = cost.compute.group_cost_ms(cost.latent_PH)
-        comms_P2 = torch.stack([read.problem.bytes_PC @ rate_C for rate_C in collectives.alone_ms_per_byte()], dim=-1)
-        perf_P = [
-            Perf(fwd_compute=forward, fwd_comms=forward_comms, bwd_compute=backward, bwd_comms=backward_comms)
-            for forward, backward, forward_comms, backward_comms in torch.cat([compute_P2, comms_P2], dim=-1).tolist()
-        ]
-        for options, choices in zip(read.options, read.problem.tables, strict=True):
-            for option, choice in zip(options, choices, strict=True):
-                if is_known(option.compute_kernel):
-                    set_perf(option, [perf_P[part] for part in choice.parts])
+        for option, perf in zip(sharding_options, self._context.alone(sharding_options), strict=True):
+            set_perf(option, perf)
 
 
 class DreamShardPerfModel(PerfModel):

@@ -28,7 +28,7 @@ from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.planning.search_plan import SearchSettings
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry, noted
-from dreamshard_planner.search_space.options import counted, fqn_of, ranks_of, set_ranks
+from dreamshard_planner.search_space.options import fqn_of, perf_of, ranks_of, set_ranks
 from dreamshard_planner.torchrec_components.components import (
     DreamShardEstimator,
     DreamShardPartitioner,
@@ -190,7 +190,7 @@ class SearchLoop:
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
             self._loader.bind(self._matched)
-        self.enumerator = given.enumerator or context.enumerator(settings.batch_size, DreamShardEstimator(context))
+        self.enumerator = given.enumerator or context.enumerator(settings.batch_size)
         self.perf_model = given.perf_model or DreamShardPerfModel(context)
         search = SearchSettings(settings.search, settings.seed)
         self._proposer: SearchProposer | None = None
@@ -239,9 +239,9 @@ class SearchLoop:
         if self._model.settings.hot_rows_bytes and self._loader is None:
             self.hot_rows = choose_hot_rows(self.model, plan, self._model.settings.hot_rows_bytes)
             plan = list(self.hot_rows.options)
-        # TorchRec's statistics read estimates, which caches of other sizes than TorchRec's lack.
-        if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
-            self.enumerator.populate_estimates(bare)
+        # TorchRec's statistics and callbacks read our costs, except of a given enumerator's options.
+        bare = plan if self._given.enumerator is None else [option for option in plan if None in perf_of(option)]
+        DreamShardEstimator(self._model.context).estimate(bare)
         self._placed = signatures(plan)
         return plan
 
@@ -250,7 +250,6 @@ class SearchLoop:
         if other is None:
             return plan
         self._replacements.append(other)
-        self.enumerator.populate_estimates(other.options)  # by our costs, as of other plans
         return other.options
 
     def result(self, plan: Sequence[ShardingOption], proposals: int) -> PlanResult:

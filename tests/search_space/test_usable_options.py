@@ -120,6 +120,6 @@ def test_halves_of_light_tables_are_not_searched() -> None:
         for config in tables
     }
     options = FastEnumerator(topology(), 64, constraints, variants=own_slices).enumerate(collection(*tables), SHARDERS)
-    kept = without_idle_halves(options, ranks=2)
+    kept = without_idle_halves(options, lambda some: [option.total_perf for option in some], ranks=2)
     assert {option.name for option in kept if isinstance(option, Halves)} == {"hot"}
     assert [o for o in kept if not isinstance(o, Halves)] == [o for o in options if not isinstance(o, Halves)]
