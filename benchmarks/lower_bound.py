@@ -184,7 +184,7 @@ def compare(tables: int, ranks: int, seed: int, seconds: float) -> dict[str, Any
     planner.plan(model, [EmbeddingBagCollectionSharder()])
     report, problem = planner.report(), planner._model()
     ours_ms = report.chosen.total_ms
-    options = problem.context.searched_options(problem.search_space)
+    options = problem.searched
     cost = problem.context.cost(problem.context.read(options, problem.left))
     choices = choices_of(cost.problem, cost.single_ms_P.numpy())
     start = time.monotonic()

@@ -40,7 +40,7 @@ from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
-from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings
+from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings, reserved
 from dreamshard_planner.planning.plan_notes import lost_optimizers, missing_optimizers
 from dreamshard_planner.planning.ranks import (
     PlannedRanks,
@@ -180,11 +180,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if topology is None:
             topology, hardware = topology_here()
         self._ranks = PlannedRanks.of(topology, checkpoint, sharding_groups, hardware)
+        self._reservation = DefaultReservation() if storage_reservation is None else storage_reservation
         super().__init__(
             topology=self._ranks.topology,
             batch_size=batch_size,
             enumerator=enumerator,
-            storage_reservation=DefaultReservation() if storage_reservation is None else storage_reservation,
+            storage_reservation=self._reservation,
             proposer=proposer,
             partitioner=partitioner,
             performance_model=performance_model,
@@ -198,8 +199,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
         self._loop: SearchLoop | None = None
-        self._recalls = self._recalled = False  # what was observed of the tables
-        self._falls_back = True  # to TorchRec's plan, if ours gains too little
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
 
     def __copy__(self) -> DreamShardPlanner:
@@ -217,7 +216,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     def optimizers_attached(self, attached: bool) -> None:
         self._settings = replace(self._settings, optimizers_attached=attached)
 
-    @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plan for ``module``; needs no process group.
 
@@ -225,29 +223,48 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlannerError: tables do not fit (names table and bytes), or constraints leave a table no sharding type.
             StatisticsError: the statistics name features that the module lacks.
         """
+        return self._planned(module, sharders, self._settings)
+
+    @neutral()
+    def _planned(
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[nn.Module]],
+        settings: PlannerSettings,
+        remembered: Remembered | None = None,
+        falls_back: bool = True,
+    ) -> ShardingPlan:
+        """Plan by some settings.
+
+        Args:
+            module, sharders: as of :meth:`plan`.
+            settings: the planner's own, or with statistics of an earlier training.
+            remembered: observed plans of the module's tables, which may be kept.
+            falls_back: whether TorchRec's plan is taken if ours gains too little.
+        """
         sharders = list(sharders)
         self._best_plan = None
         try:
-            loop = self._begin(module, sharders)
-            for text in loop.model.doubtful:
-                warnings.warn(text, InputWarning, stacklevel=3)
+            model = self._begin(module, sharders, settings, remembered, falls_back)
+            for text in model.doubtful:
+                warnings.warn(text, InputWarning, stacklevel=4)
             try:
                 # Enumerate, propose, partition, rate, keep the best.
                 sharding_plan = super().plan(module, sharders)
             except PlannerError as error:
-                reason = reason_first(error, self._proposers, self._settings.timeout_seconds)
+                reason = reason_first(error, self._proposers, settings.timeout_seconds)
                 raise PlannerError(reason, error.error_type) from None
             if self._best_plan is None:
                 self._result = "the last planned module has no table that its sharders shard"
             else:
-                self._result = loop.result(self._best_plan, self._num_proposals)
+                self._result = PlanResult.of(model, self._chosen, self._best_plan)
         except BaseException as error:
             self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
         options: Sequence[ShardingOption] = self._best_plan or []
-        self._warn_of_lost_optimizers(loop.model, options)
-        if missing := missing_optimizers(options, loop.model.context.reader):
-            warnings.warn(missing, InputWarning, stacklevel=3)
+        self._warn_of_lost_optimizers(model, options, stacklevel=5)
+        if missing := missing_optimizers(options, model.context.reader):
+            warnings.warn(missing, InputWarning, stacklevel=4)
         found = {fqn_of(option): hot_rows_of(option) for option in options}
         hot = {name: rows.ids for name, rows in found.items() if rows is not None}
         return replicate_hot_rows(sharding_plan, hot) if hot else sharding_plan
@@ -260,25 +277,27 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         Raises:
             PlannerError, StatisticsError: as :meth:`plan`, except for tables that do not fit.
         """
-        sharders = list(sharders)
         self._result = "the last module was read, and not planned"
-        self._begin(module, sharders)
-        self._enumerator.enumerate(module, sharders)
+        self._begin(module, list(sharders), self._settings)
 
-    def _begin(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchLoop:
+    def _begin(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        settings: PlannerSettings,
+        remembered: Remembered | None = None,
+        falls_back: bool = True,
+    ) -> ModelProblem:
         """Read a module, and set the components of TorchRec's loop."""
-        settings, remembered = self._settings, None
-        if self._recalls and self.plan_loader is None:
-            remembered = Remembered.of_module(module, sharders, self._ranks.topology)
-            settings = remembered.completed(settings)
-        self._recalled = settings is not self._settings
-        model = ModelProblem.of(settings, self._ranks, module, sharders, self._storage_reservation)
+        self._loop = None
+        model = ModelProblem.of(settings, self._ranks, module, sharders, self._reservation, self._given.enumerator)
+        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, falls_back, remembered)
         self._batch_size: int = settings.batch_size
-        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back, remembered)
-        self._constraints = model.context.constraints
-        self._enumerator, self._proposers = loop.enumerator, loop.proposers
+        self._storage_reservation = reserved(self._reservation, model.left)
+        self._constraints, self._enumerator = model.context.constraints, model.enumerator
+        self._proposers: list[Proposer] = loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
-        return loop
+        return model
 
     def collective_plan(
         self,
@@ -331,15 +350,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 self._topology: Topology = self._ranks.topology
             check_ranks(self._topology.world_size, self._ranks.all_ranks, ranks, in_groups)
             given = get_default_sharders() if sharders is None else sharders
-            self._recalls = True
-            try:
+            if self.plan_loader is not None:
                 return self.plan(module, given)
+            remembered = Remembered.of_module(module, given, self._topology)
+            settings = remembered.completed(self._settings)
+            try:
+                return self._planned(module, given, settings, remembered)
             except (PlannerError, StatisticsError) as error:
-                if not self._recalled:
+                if settings is self._settings:
                     raise
                 logger.warning("planned without what earlier trainings observed: %s", error)
-            finally:
-                self._recalls = False
             return self.plan(module, given)
 
         try:
@@ -403,7 +423,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         model = self._model()
         rated = model.rated(plan)
-        self._warn_of_lost_optimizers(model, rated.options)
+        self._warn_of_lost_optimizers(model, rated.options, stacklevel=4)
         return ReportEntry.of(name, rated.costs)
 
     @neutral()
@@ -505,8 +525,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         other, model = copy.copy(self), self._model()
         other._settings = replace(model.settings, statistics=statistics or model.settings.statistics)
         other.plan_loader = None
-        other._falls_back = False
-        other.plan(model.skeleton, model.sharders)
+        other._planned(model.skeleton, model.sharders, other._settings, falls_back=False)
         return other._last()
 
     @neutral()
@@ -523,9 +542,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         return explain(self._model(), self._last().plan if plan is None else plan, rank)
 
-    def _warn_of_lost_optimizers(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> None:
+    def _warn_of_lost_optimizers(self, model: ModelProblem, plan: Sequence[ShardingOption], stacklevel: int) -> None:
         for lost in lost_optimizers(plan, model.context.reader, self._topology.compute_device):
-            warnings.warn(lost, stacklevel=4)
+            warnings.warn(lost, stacklevel=stacklevel)
 
     def _last(self) -> PlanResult:
         if isinstance(self._result, str):
@@ -534,10 +553,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _model(self) -> ModelProblem:
         """Return the problem of the last module that was read, with or without a plan."""
-        if self._loop is None or not self._loop.search_space:
+        if self._loop is None or not self._loop.model.search_space:
             raise DreamShardError(f"there is no plan: {self._result}")
         return self._loop.model
 
     def _before_callbacks(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """Finish TorchRec's best plan, as the first callback."""
-        return plan if self._loop is None else self._loop.before_callbacks(plan)
+        """Finish TorchRec's best plan, as the first callback, which can return no more than options."""
+        assert self._loop is not None  # TorchRec's loop runs within plan
+        self._chosen = self._loop.chosen(plan, self._num_proposals)
+        return self._chosen.options

@@ -153,7 +153,7 @@ def _candidates(model: ModelProblem) -> list[_Candidate]:
     if type(sharder) not in (EmbeddingCollectionSharder, HotRowsSharder):
         return []
     found = []
-    for option in model.context.searched_options(model.search_space):
+    for option in model.searched:
         module = option.module[1]
         if type(module) is not EmbeddingCollection or option.sharding_type != ShardingType.ROW_WISE.value:
             continue

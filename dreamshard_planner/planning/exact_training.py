@@ -140,7 +140,7 @@ def _left_out(model: ModelProblem, wider: _WiderSpace, plan: Sequence[ShardingOp
 
 def _torchrec_ms(model: ModelProblem, wider: _WiderSpace, plan: Sequence[ShardingOption]) -> float | None:
     """Return the predicted milliseconds of TorchRec's plan over all options; None if there is none."""
-    context, searched = wider.context, model.context.searched_options(model.search_space)
+    context, searched = wider.context, model.searched
     options = [option for option in searched if option.name not in wider.opened]
     options += wider.enumerated(set(wider.opened))
     if not any(map(context.is_guess, plan)):

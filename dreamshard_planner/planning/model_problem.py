@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import (
+    Enumerator,
     PlannerError,
     PlannerErrorType,
     ShardingOption,
@@ -62,7 +63,7 @@ AnyPlan: TypeAlias = GivenPlan | str | Path
 
 @dataclass(frozen=True)
 class ModelProblem:
-    """The planning problem of one module; made before TorchRec's loop asks for proposals."""
+    """The planning problem of one module."""
 
     settings: PlannerSettings
     ranks: PlannedRanks
@@ -81,8 +82,10 @@ class ModelProblem:
     """Texts on names in constraints and statistics that the module lacks."""
     unsharded: tuple[str, ...]
     """Paths of embedding modules that have no sharder."""
-    search_space: Sequence[ShardingOption] = ()
-    """All options of the module; empty before they are enumerated."""
+    enumerator: Enumerator
+    """Keeps the options for TorchRec's loop."""
+    search_space: Sequence[ShardingOption]
+    """All options of the module."""
 
     @classmethod
     def of(
@@ -92,8 +95,9 @@ class ModelProblem:
         module: nn.Module,
         sharders: Sharders,
         reservation: StorageReservation,
+        enumerator: Enumerator | None = None,
     ) -> ModelProblem:
-        """Read a module.
+        """Read a module, and enumerate its options, by default with our enumerator.
 
         Raises:
             PlannerError, StatisticsError: constraints, rules or statistics do not go with the module or topology.
@@ -111,23 +115,28 @@ class ModelProblem:
         reader = OptionReader(
             constraints, statistics, sharders, legal, settings.optimizers_attached, in_groups=ranks.groups > 1
         )
+        context = PlanRater(ranks, reader, settings.cost_source, constraints, sharders)
+        left = reservation.reserve(
+            topology=topology,
+            batch_size=settings.batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=constraints,
+        )
+        enumerator = enumerator or context.enumerator(settings.batch_size)
         return cls(
             settings=settings,
             ranks=ranks,
             skeleton=without_weights(module, sharders),
-            context=PlanRater(ranks, reader, settings.cost_source, constraints, sharders),
-            left=reservation.reserve(
-                topology=topology,
-                batch_size=settings.batch_size,
-                module=module,
-                sharders=sharders,
-                constraints=constraints,
-            ),
+            context=context,
+            left=left,
             legal=legal,
             reservation=reservation,
             doubtful=doubtful,
             unused=unused_names(module, tables, given, statistics),
             unsharded=tuple(unsharded_modules(module, sharders)),
+            enumerator=enumerator,
+            search_space=enumerator.enumerate(module, [*sharders]),
         )
 
     @property
@@ -139,6 +148,11 @@ class ModelProblem:
     def left_out(self) -> dict[str, dict[str, str]]:
         """Sharding types that each table may not take, with reasons, by its fully qualified name."""
         return {} if self.context.constraints is None else self.context.constraints.left_out
+
+    @cached_property
+    def searched(self) -> list[ShardingOption]:
+        """Options that planning searches; raises PlannerError if a table has none."""
+        return self.context.searched_options(self.search_space)
 
     @cached_property
     def inputs(self) -> PlanInputs:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
+from functools import partial
 from numbers import Integral
 from operator import attrgetter
 from typing import Any
@@ -161,6 +163,17 @@ class DefaultReservation(HeuristicalStorageReservation):
         dense_bytes = dense_tensor_bytes(self, module, sharders, batch_size, constraints)
         set_dense_tensor_bytes(self, max(1, dense_bytes))  # 0 would mean that none is given
         return super().reserve(topology, batch_size, module, sharders, constraints)
+
+
+def reserved(reservation: StorageReservation, left: Topology) -> StorageReservation:
+    """Return a copy of a reservation that leaves ``left``, for TorchRec's loop, which would reserve once more."""
+    done = copy.copy(reservation)
+    vars(done)["reserve"] = partial(_reserved, left)
+    return done
+
+
+def _reserved(left: Topology, *_: object, **__: object) -> Topology:
+    return left
 
 
 def plan_inputs(

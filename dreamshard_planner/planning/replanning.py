@@ -259,9 +259,8 @@ def _weights(table: TableInputs) -> tuple[int, int, str]:
 
 def _searched(model: ModelProblem, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:
     """The options that planning searches."""
-    context, usable = model.context, model.context.searched_options(model.search_space)
-    guessed = any(map(context.is_guess, fresh))
-    return usable if guessed else context.certain_options(usable)
+    guessed = any(map(model.context.is_guess, fresh))
+    return model.searched if guessed else model.context.certain_options(model.searched)
 
 
 def _may_stay(option: ShardingOption, searched: Collection[Hashable]) -> bool:

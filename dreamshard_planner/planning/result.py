@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
@@ -19,9 +20,44 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.search.search import SearchResult
 from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
-from dreamshard_planner.search_space.options import refused
+from dreamshard_planner.search_space.options import fqn_of, ranks_of, refused
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.support.formatting import first_of
+
+Signatures: TypeAlias = dict[str, tuple[Hashable, tuple[int | None, ...]]]
+"""Sharding and ranks of each table, by name."""
+
+
+def signatures(plan: Iterable[ShardingOption]) -> Signatures:
+    """Return the sharding and the ranks of each table; equal for equal plans."""
+    return {
+        fqn_of(option): (
+            (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards),
+            tuple(ranks_of(option)),
+        )
+        for option in plan
+    }
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The plan that the user's callbacks get, and its origin."""
+
+    options: list[ShardingOption]
+    """One option for every table, with ranks. Callbacks may change them."""
+    signatures: Signatures
+    """Sharding and ranks before callbacks."""
+    notes: Sequence[Note] = ()
+    rivals: Sequence[ReportEntry] = ()
+    """Plans that it was chosen from."""
+    result: SearchResult | None = None
+    """Outcome of the search that found it."""
+    is_placed: bool = False
+    """True if our partitioner placed it."""
+    excludes: bool = False
+    """True if exact training may have left options out of the search."""
+    loaded: SavedPlan | None = None
+    """The file that it comes from, instead of a search."""
 
 
 @dataclass(frozen=True)
@@ -35,45 +71,31 @@ class PlanResult:
     """The report, or the reason why there is none."""
 
     @classmethod
-    def of(
-        cls,
-        model: ModelProblem,
-        plan: Sequence[ShardingOption],
-        *,
-        notes: Sequence[Note] = (),
-        rivals: Sequence[ReportEntry] = (),
-        result: SearchResult | None = None,
-        is_placed: bool = True,
-        is_changed: bool = False,
-        excludes: bool = False,
-        loaded: SavedPlan | None = None,
-    ) -> PlanResult:
-        """Report on a plan.
-
-        Args:
-            model: the planned one.
-            plan: one option for every table, with ranks, after callbacks.
-            notes, rivals, result: of the search.
-            is_placed: whether our partitioner placed the plan.
-            is_changed: whether callbacks changed it afterwards.
-            excludes: whether exact training may have left options out of the search.
-            loaded: the file that it comes from, instead of a search.
+    def of(cls, model: ModelProblem, chosen: ChosenPlan, plan: Sequence[ShardingOption]) -> PlanResult:
+        """Report on the plan that callbacks made of the chosen one.
 
         Raises:
             PlannerError: ranks would exchange outputs of different types.
         """
         if mixed := model.mixed_exchanges(plan):
             raise refused(mixed[0])
+        before, after = chosen.signatures, signatures(plan)
+        is_changed = chosen.is_placed and before != after
         try:
-            if loaded is not None:
-                report = _of_file(model, plan, loaded)
+            if chosen.loaded is not None:
+                report = _of_file(model, plan, chosen.loaded)
             else:
                 # Placed shards need no check: a user's enumerator may make placeholders, which TorchRec replaces.
-                checked = is_changed or not is_placed
+                checked = is_changed or not chosen.is_placed
                 rated = model.rated(plan) if checked else model.context.rated(plan, model.left)
-                notes = (*notes, *_search_notes(model, rivals, is_placed))
-                notes += tuple(exact_training_notes(model, plan)) if excludes else ()
-                report = model.context.report(rated, notes, rivals, result)
+                notes = [*chosen.notes, *_search_notes(model, chosen)]
+                if is_changed:
+                    same_ways = all(after[fqn][0] == way for fqn, (way, _) in before.items())
+                    verb = "moved tables" if same_ways else "changed options"
+                    text = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
+                    notes.append(Note("callbacks", text))
+                notes += exact_training_notes(model, plan) if chosen.excludes else ()
+                report = model.context.report(rated, notes, chosen.rivals, chosen.result)
             return cls(model, tuple(plan), report.noting(_model_notes(model, plan)))
         except PlannerError as error:
             whose = "callbacks changed the last plan to one whose" if is_changed else "the last plan's"
@@ -91,11 +113,11 @@ class PlanResult:
         return self.model.saved(self.plan, name, self.told if isinstance(self.told, Report) else None)
 
 
-def _search_notes(model: ModelProblem, rivals: Sequence[ReportEntry], is_placed: bool) -> Iterator[Note]:
+def _search_notes(model: ModelProblem, chosen: ChosenPlan) -> Iterator[Note]:
     """Yield notes on what the search could choose from."""
-    if is_placed:
+    if chosen.is_placed:
         yield from noted("placement_rule", () if model.legal is None else model.legal.notes())
-        if not any(rival.name == BASELINE and rival.feasible for rival in rivals):
+        if not any(rival.name == BASELINE and rival.feasible for rival in chosen.rivals):
             yield Note("search", "no plan of TorchRec's that fits was found to compare with")
 
 

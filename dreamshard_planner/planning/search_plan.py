@@ -25,7 +25,7 @@ from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadli
 from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search.starts import OptionTotals
-from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, perf_of, ranks_of, set_ranks
+from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, perf_of, ranks_of
 from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
 from dreamshard_planner.search_space.usable_options import all_sized, other_sizes
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
@@ -284,8 +284,6 @@ def _searched(
         result = settings.search(cost, fitting.values(), _roll_outs(context, settings, drafts))
         # A roll-out over all options takes the place of the one over whole tables.
         rivals = (*(one for one in rivals if one.name not in drafts), *_rated(cost, drafts))
-    for option in options:
-        set_ranks(option, None)
     if result is None:
         return SearchedPlan(_smallest(read), rivals, None, theirs)
     proposal = all_sized(read.assign(result.sharding), context.reader.load_factor)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from torchrec.distributed.planner.types import (
 )
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.planning.context import PlanRater, RatedPlan
+from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
-from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
+from dreamshard_planner.planning.search_plan import SearchSettings, place_proposal
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.options import set_perf
@@ -102,32 +102,19 @@ class DreamShardPerfModel(PerfModel):
 
 
 class SearchProposer(Proposer):
-    """Proposes the plan of a search over all options, with ranks that :class:`DreamShardPartitioner` keeps.
+    """Proposes one plan, with ranks that :class:`DreamShardPartitioner` keeps.
 
     Args:
-        context: reads and rates options.
-        topology: with the memory that the storage reservation left.
-        settings: bounds and seed of the search.
-        seconds: cap on the search, on top of its counts of candidates; None for no cap.
-
-    Attributes:
-        found: outcome of the last search; None before.
+        make: returns the plan, once TorchRec's loop asks for it.
     """
 
-    def __init__(
-        self, context: PlanRater, topology: Topology, settings: SearchSettings, seconds: float | None = None
-    ) -> None:
-        self._context, self._topology, self._settings, self._seconds = context, topology, settings, seconds
+    def __init__(self, make: Callable[[], list[ShardingOption]]) -> None:
+        self._make = make
         self._pending: list[ShardingOption] | None = None
-        self.found: SearchedPlan | None = None
 
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """Search; raises ``PlannerError`` if the context's constraints leave a table no option."""
-        self.found = None
-        options = self._context.searched_options(search_space)
-        settings = replace(self._settings, deadline=Deadline(self._seconds))
-        self.found = search_plan(self._context, options, self._topology, settings)
-        self._pending = self.found.proposal
+        """Make the plan; raises what ``make`` raises."""
+        self._pending = self._make()
 
     def propose(self) -> list[ShardingOption] | None:
         """Return the plan; None when done."""
@@ -148,9 +135,6 @@ class DreamShardPartitioner(Partitioner):
         settings: bounds and seed of the search for each proposal.
         seconds: cap on each search, on top of its counts of candidates; None for no cap.
         quickly: whether a short search is enough, to compare many proposals.
-
-    Attributes:
-        placed: the last placed proposal.
     """
 
     def __init__(
@@ -160,10 +144,8 @@ class DreamShardPartitioner(Partitioner):
         seconds: float | None = None,
         quickly: bool = False,
     ) -> None:
-        self._context, self._seconds = context, seconds
+        self._context, self._seconds, self._quickly = context, seconds, quickly
         self._settings = settings or SearchSettings()
-        self.quickly = quickly
-        self.placed: RatedPlan | None = None
 
     @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
@@ -175,7 +157,6 @@ class DreamShardPartitioner(Partitioner):
         context = self._context or rater(storage_constraint)
         with single_thread():
             settings = replace(self._settings, deadline=Deadline(self._seconds))
-            placed = place_proposal(context, proposal, storage_constraint, settings, quickly=self.quickly)
+            placed = place_proposal(context, proposal, storage_constraint, settings, quickly=self._quickly)
         placed.read.assign(placed.sharding)
-        self.placed = placed
         return proposal

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
 
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.types import (
@@ -21,14 +21,17 @@ from torchrec.distributed.planner.types import (
 )
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows, dedup_notes
+from dreamshard_planner.hot_rows.choice import choose_hot_rows, dedup_notes
+from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.remembered import LEAST_GAIN, Remembered, Replacement
-from dreamshard_planner.planning.result import PlanResult
-from dreamshard_planner.planning.search_plan import SearchSettings
+from dreamshard_planner.planning.result import ChosenPlan, signatures
+from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry, noted
-from dreamshard_planner.search_space.options import fqn_of, perf_of, ranks_of, set_ranks
+from dreamshard_planner.search.effort import Deadline
+from dreamshard_planner.search_space.options import perf_of, set_ranks
+from dreamshard_planner.support.torch_state import single_thread
 from dreamshard_planner.torchrec_components.components import (
     DreamShardEstimator,
     DreamShardPartitioner,
@@ -74,21 +77,6 @@ def kept_baseline(
         text += ", since lookups per sample are guessed; statistics would tell which plan is better"
     note = Note("search", text, {"gain": gain, "least_gain": least})
     return Replacement(baseline.options, note, ReportEntry.of("searched", searched.costs))
-
-
-Signatures: TypeAlias = dict[str, tuple[Hashable, tuple[int | None, ...]]]
-"""Sharding and ranks of each table, by name."""
-
-
-def signatures(plan: Iterable[ShardingOption]) -> Signatures:
-    """Return the sharding and the ranks of each table; equal for equal plans."""
-    return {
-        fqn_of(option): (
-            (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards),
-            tuple(ranks_of(option)),
-        )
-        for option in plan
-    }
 
 
 class JsonPlanLoader(PlanLoader):
@@ -159,7 +147,7 @@ class GivenComponents:
 
 
 class SearchLoop:
-    """One run of TorchRec's loop.
+    """Components of one run of TorchRec's loop, and the plan that is made of the loop's.
 
     Args:
         model: the problem of the module.
@@ -169,8 +157,7 @@ class SearchLoop:
         remembered: observed plans of the model's tables.
 
     Attributes:
-        enumerator, proposers, partitioner, perf_model: the components of the loop.
-        hot_rows: of the best plan; None if none were asked for, or the plan was loaded.
+        proposers, partitioner, perf_model: the components of the loop.
     """
 
     def __init__(
@@ -179,136 +166,117 @@ class SearchLoop:
         given: GivenComponents,
         plan_loader: PlanLoader | None,
         falls_back: bool,
-        remembered: Remembered | None = None,
+        remembered: Remembered | None,
     ) -> None:
         context, settings = model.context, model.settings
-        self._model, self._given, self._falls_back, self._remembered = model, given, falls_back, remembered
-        self._replacements: list[Replacement] = []
-        self.hot_rows: HotRowsChoice | None = None
-        self._placed: Signatures = {}
-        """Signatures of the plan before the user's callbacks."""
+        self.model, self._given, self._falls_back, self._remembered = model, given, falls_back, remembered
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
-            self._loader.bind(self._matched)
-        self.enumerator = given.enumerator or context.enumerator(settings.batch_size)
+            self._loader.bind(model.matched)
         self.perf_model = given.perf_model or DreamShardPerfModel(context)
-        search = SearchSettings(settings.search, settings.seed)
-        self._proposer: SearchProposer | None = None
-        self.proposers = given.proposers or []
-        if given.proposers is None:
-            self._proposer = SearchProposer(context, model.left, search, settings.seconds)
-            self.proposers = [self._proposer]
-            if given.perf_model is not None:  # it may like a plan of TorchRec's better than ours
-                self.proposers += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
+        self.proposers = given.proposers or [SearchProposer(self._proposal)]
+        if (
+            given.proposers is None and given.perf_model is not None
+        ):  # it may like a plan of TorchRec's better than ours
+            self.proposers += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
+        self._settings = SearchSettings(settings.search, settings.seed)
         many = given.proposers is not None or given.perf_model is not None
-        self._ours = None
-        if given.partitioner is None:
-            self._ours = DreamShardPartitioner(context, search, settings.seconds, quickly=many)
-        self.partitioner = given.partitioner or self._ours
+        ours = DreamShardPartitioner(context, self._settings, settings.seconds, quickly=many)
+        self.partitioner = given.partitioner or ours
 
-    @property
-    def search_space(self) -> Sequence[ShardingOption]:
-        """All options of the module; empty before they are enumerated, or if the enumerator keeps none."""
-        return getattr(self.enumerator, "last_stored_search_space", None) or ()
+    def _search(self) -> SearchSettings:
+        """Return the settings of a search that starts now."""
+        return replace(self._settings, deadline=Deadline(self.model.settings.seconds))
 
-    @property
-    def model(self) -> ModelProblem:
-        """The problem, with the options enumerated so far."""
-        if self._model.search_space is not self.search_space:
-            self._model = replace(self._model, search_space=self.search_space)
-        return self._model
+    @cached_property
+    def found(self) -> SearchedPlan:
+        """Outcome of the search over all options; raises PlannerError if constraints leave a table no option."""
+        options = copy.deepcopy(self.model.searched)
+        return search_plan(self.model.context, options, self.model.left, self._search())
 
-    def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
-        return self.model.matched(saved)
+    def _proposal(self) -> list[ShardingOption]:
+        return self.found.proposal
 
-    def before_callbacks(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+    def chosen(self, plan: list[ShardingOption], proposals: int) -> ChosenPlan:
         """Return the plan that the user's callbacks get for TorchRec's best plan.
 
         TorchRec takes only the shards of a loaded plan; load factors and promotions come from the file. TorchRec's own
         plan is taken if ours gains too little. The best of many proposals is searched again in full.
-        """
-        if self._loader is not None and self._loader.options:
-            plan = self._loader.options
-        elif self._given == GivenComponents():
-            if self._falls_back and self._proposer is not None and self._proposer.found is not None:
-                plan = self._replaced(plan, kept_baseline(self.model, plan, self._proposer.found.baseline))
-            if self._remembered is not None:
-                plan = self._replaced(plan, self._remembered.kept(self.model, plan))
-        elif self._ours is not None and self._ours.placed is not None:
-            plan = self._searched_again(plan, self._ours)
-        if self._model.settings.hot_rows_bytes and self._loader is None:
-            self.hot_rows = choose_hot_rows(self.model, plan, self._model.settings.hot_rows_bytes)
-            plan = list(self.hot_rows.options)
-        # TorchRec's statistics and callbacks read our costs, except of a given enumerator's options.
-        bare = plan if self._given.enumerator is None else [option for option in plan if None in perf_of(option)]
-        DreamShardEstimator(self._model.context).estimate(bare)
-        self._placed = signatures(plan)
-        return plan
-
-    def _replaced(self, plan: list[ShardingOption], other: Replacement | None) -> list[ShardingOption]:
-        """Return the plan, or the other one that takes its place."""
-        if other is None:
-            return plan
-        self._replacements.append(other)
-        return other.options
-
-    def result(self, plan: Sequence[ShardingOption], proposals: int) -> PlanResult:
-        """Return the result of the loop.
 
         Args:
-            plan: the best plan, after callbacks.
+            plan: TorchRec's best plan.
             proposals: number of partitioned proposals; 0 if the plan was loaded.
         """
         if self._loader is not None:
-            return PlanResult.of(self.model, plan, loaded=self._loader.loaded)
-        found = None if self._proposer is None else self._proposer.found
-        ours = self._ours if proposals else None
-        searched = None if ours is None else found or ours.placed
+            self._estimate(self._loader.options)
+            return ChosenPlan(self._loader.options, {}, loaded=self._loader.loaded)
+        model, given = self.model, self._given
+        is_placed = given.partitioner is None and proposals > 0
+        found = self.found if given.proposers is None and proposals else None
+        searched: SearchedPlan | RatedPlan | None = found
+        replacements: list[Replacement] = []
         notes: list[Note] = []
-        if ours is None:
+        if not is_placed:
             placed = f"placed by the {type(self.partitioner).__name__} that was given"
             how = f"the plan was {placed if proposals else 'loaded by plan_loader'}"
             notes += noted("search", [how if found else f"{how}; no other was searched for"])
+            searched = None
         elif found is not None and found.torchrec is not None:
             notes += found.torchrec.notes()
-        notes += [other.note for other in self._replacements]
-        if self.hot_rows is not None:
-            notes.append(self.hot_rows.note())
-        notes += dedup_notes(self.model, plan)
-        now = signatures(plan)
-        is_changed = ours is not None and now != self._placed
-        if is_changed:
-            same_ways = all(now[fqn][0] == way for fqn, (way, _) in self._placed.items())
-            verb = "moved tables" if same_ways else "changed options"
-            text = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
-            notes.append(Note("callbacks", text))
-        if self._given.perf_model is not None and proposals:
+        if given != GivenComponents():
+            if is_placed:
+                plan, again = self._searched_again(plan)
+                searched = found or again
+        elif found is not None:
+            kept = kept_baseline(model, plan, found.baseline) if self._falls_back else None
+            plan, replacements = (plan, []) if kept is None else (kept.options, [kept])
+            if self._remembered is not None and (observed := self._remembered.kept(model, plan)) is not None:
+                plan, replacements = observed.options, [*replacements, observed]
+        notes += [other.note for other in replacements]
+        if model.settings.hot_rows_bytes:
+            hot_rows = choose_hot_rows(model, plan, model.settings.hot_rows_bytes)
+            plan = list(hot_rows.options)
+            notes.append(hot_rows.note())
+        self._estimate(plan)
+        notes += dedup_notes(model, plan)
+        if given.perf_model is not None and proposals:
             text = (
                 f"plans were rated by the {type(self.perf_model).__name__} that was given, not by the costs shown "
                 f"here: {proposals} proposals"
             )
             notes.append(Note("search", text))
-        rivals = [one.searched for one in self._replacements if one.searched is not None]
-        return PlanResult.of(
-            self.model,
+        rivals = [one.searched for one in replacements if one.searched is not None]
+        return ChosenPlan(
             plan,
-            notes=notes,
+            signatures(plan),
+            notes,
             rivals=(*(() if searched is None else searched.rivals), *rivals),
             result=None if searched is None else searched.result,
-            is_placed=ours is not None,
-            is_changed=is_changed,
-            excludes=ours is not None and self._given.enumerator is None and self._model.settings.exact_training,
+            is_placed=is_placed,
+            excludes=is_placed and given.enumerator is None and model.settings.exact_training,
         )
 
-    def _searched_again(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
-        """Return the best of many quickly placed proposals with ranks by all of the search; unchanged if the
-        performance model rates that no better."""
-        again = copy.deepcopy(list(plan))
+    def _estimate(self, plan: list[ShardingOption]) -> None:
+        """Set memory and our costs, which TorchRec's statistics and callbacks read; a given enumerator's stay."""
+        self.model.context.complete(plan)
+        stay = self._given.enumerator is not None
+        bare = [option for option in plan if not stay or None in perf_of(option)]
+        DreamShardEstimator(self.model.context).estimate(bare)
+
+    def _searched_again(self, plan: list[ShardingOption]) -> tuple[list[ShardingOption], RatedPlan | None]:
+        """Search ranks in full for the best of many quickly placed proposals.
+
+        Returns:
+            The plan with these ranks, or as it was if the performance model rates them no better; and the outcome of
+            the search, None if it found no room without the proposal's own ranks.
+        """
+        again = copy.deepcopy(plan)
         for option in again:
             set_ranks(option, None)
-        partitioner.quickly, partitioner.placed = False, None
         try:
-            partitioner.partition(again, self._model.left)
-        except PlannerError:  # no room is found without the proposal's own ranks
-            return plan
-        return again if self.perf_model.rate(again) < self.perf_model.rate(plan) else plan
+            with single_thread():
+                placed = place_proposal(self.model.context, again, self.model.left, self._search())
+        except PlannerError:
+            return plan, None
+        placed.read.assign(placed.sharding)
+        return (again if self.perf_model.rate(again) < self.perf_model.rate(plan) else plan), placed

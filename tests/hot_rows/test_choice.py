@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, TableStatistics
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.hot_rows.choice import HotRowsChoice
+from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
 from dreamshard_planner.hot_rows.hot_set import hot_rows_of
 from dreamshard_planner.workload.hot_rows import without_rows
 from tests.hot_rows.zipf import FEATURES, sequence_model, zipf_batches
@@ -41,8 +41,8 @@ def _planned(exponent: float | None, dedup: bool = False, **settings: Any) -> tu
 
 
 def _choice(planner: DreamShardPlanner) -> HotRowsChoice:
-    assert planner._loop is not None and planner._loop.hot_rows is not None
-    return planner._loop.hot_rows
+    model = planner._model()
+    return choose_hot_rows(model, planner.options, model.settings.hot_rows_bytes)
 
 
 def test_hot_rows_of_skewed_tables_lower_the_step() -> None:

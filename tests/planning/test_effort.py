@@ -52,7 +52,7 @@ def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:
     for one, other in itertools.pairwise((quick, default, thorough)):
         assert one.report().candidates < other.report().candidates
         assert one.report().reshards < other.report().reshards
-    proposals = [made._loop._proposer.found.torchrec.proposals for made in (quick, default, thorough)]
+    proposals = [made._loop.found.torchrec.proposals for made in (quick, default, thorough)]
     assert proposals[0] < proposals[1] <= proposals[2]
     for made in (quick, default, thorough):
         assert all(made.report().chosen.total_ms <= rival.total_ms * (1 + 1e-6) for rival in made.report().rivals)

@@ -41,8 +41,8 @@ def model() -> Any:
 def started(**arguments: Any) -> DreamShardPlanner:
     """A planner after the start of a job, on rank 0."""
     planner = small_models.planner(**({"sharding_types": ["table_wise"], "batch_size": None} | arguments))
-    planner._recalls = True  # as collective_plan does, which needs the ranks
-    planner.plan(model(), SHARDERS)
+    known = remembered()
+    planner._planned(model(), SHARDERS, known.completed(planner._settings), known)  # as collective_plan does
     return planner
 
 
