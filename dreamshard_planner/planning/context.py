@@ -29,6 +29,7 @@ from dreamshard_planner.search_space.enumeration import (
     FastEnumerator,
     WithLengths,
     estimate_all,
+    other_lengths,
     torchrec_estimators,
     unpriced,
 )
@@ -148,9 +149,8 @@ class PlanRater:
         if self._costs.takes_estimates or not given or not all(is_known(option.compute_kernel) for option in options):
             return []
         copies = [copy.deepcopy(option) for option in options]
-        for option in copies:
-            option.input_lengths = [POOLING_FACTOR] * len(option.input_lengths)
-        estimate_all(torchrec_estimators(self.ranks.topology)[:1], copies, self.sharders or ())
+        with other_lengths(copies, lambda option: [POOLING_FACTOR] * len(option.input_lengths)):
+            estimate_all(torchrec_estimators(self.ranks.topology)[:1], copies, self.sharders or ())
         return copies
 
     def complete(self, options: list[ShardingOption]) -> None:
@@ -174,11 +174,8 @@ class PlanRater:
             self.constraints,
             [perf or self._torchrec[0], self._torchrec[1]],
             variants=partial(own_slices, asked=asked),
-            prepare=self._set_lengths,
+            lengths=self.reader.pooling_factors,
         )
-
-    def _set_lengths(self, option: ShardingOption) -> None:
-        option.input_lengths = self.reader.pooling_factors(option)
 
     def searched_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options of a model that planning searches; raises PlannerError if a table has none."""

@@ -15,6 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Storage, Topology
 
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.enumeration import other_lengths
 from dreamshard_planner.search_space.options import counted, hot_rows_of, type_of
 from dreamshard_planner.search_space.sharding_types import KERNELS
 from dreamshard_planner.workload.tables import OPTIMIZERS, STATE_BYTES, Table
@@ -48,14 +49,8 @@ class AllocatedStorage(ShardEstimator):
         """Set the storage of every shard."""
         self._estimator.estimate(sharding_options, *args, **kwargs)
         estimates = [[shard.storage for shard, _ in counted(option)] for option in sharding_options]
-        lengths = [option.input_lengths for option in sharding_options]
-        try:
-            for option in sharding_options:
-                option.input_lengths = [0.0] * len(option.input_lengths)
+        with other_lengths(sharding_options, lambda option: [0.0] * len(option.input_lengths)):
             self._estimator.estimate(sharding_options, *args, **kwargs)
-        finally:
-            for option, given in zip(sharding_options, lengths, strict=True):
-                option.input_lengths = given
         for option, estimated in zip(sharding_options, estimates, strict=True):
             missing: dict[tuple[int, ...], Storage] = {}
             for (shard, _), storage in zip(counted(option), estimated, strict=True):

@@ -7,7 +7,8 @@ TorchRec's estimators read only the size of a shard, and the shards of one optio
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,8 @@ from dreamshard_planner.torchrec_components import compat
 
 TableKey = tuple[int, str]
 """``id`` of a table's module, and the table's name."""
+Lengths = Callable[[ShardingOption], list[float]]
+"""Returns the ``input_lengths`` of an option."""
 SHARDS_AT_ONCE = 2**18
 """Tables times ranks enumerated at once; each takes some 2 KB."""
 
@@ -100,6 +103,21 @@ def unpriced(option: ShardingOption, why: str) -> PlannerError:
     )
 
 
+@contextmanager
+def other_lengths(
+    options: Sequence[ShardingOption], lengths: Callable[[ShardingOption], list[float]]
+) -> Iterator[None]:
+    """Let estimators see other ``input_lengths`` of some options."""
+    held = [option.input_lengths for option in options]
+    try:
+        for option in options:
+            option.input_lengths = lengths(option)
+        yield
+    finally:
+        for option, own in zip(options, held, strict=True):
+            option.input_lengths = own
+
+
 class WithLengths(ShardEstimator):
     """An estimator that sees other ``input_lengths`` of some tables, by name."""
 
@@ -108,14 +126,8 @@ class WithLengths(ShardEstimator):
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the other estimator raises."""
-        held = [option.input_lengths for option in sharding_options]
-        try:
-            for option in sharding_options:
-                option.input_lengths = self._lengths.get(option.name, option.input_lengths)
+        with other_lengths(sharding_options, lambda option: self._lengths.get(option.name, option.input_lengths)):
             self._estimator.estimate(sharding_options, *args, **kwargs)
-        finally:
-            for option, lengths in zip(sharding_options, held, strict=True):
-                option.input_lengths = lengths
 
 
 def torchrec_estimators(
@@ -158,7 +170,7 @@ class FastEnumerator(EmbeddingEnumerator):
     Args:
         topology, batch_size, constraints, estimator: see TorchRec's ``EmbeddingEnumerator``.
         variants: makes further options of one; none by default.
-        prepare: changes an option, such as its ``input_lengths``, before each estimate.
+        lengths: by default those of the constraints.
     """
 
     def __init__(
@@ -169,14 +181,14 @@ class FastEnumerator(EmbeddingEnumerator):
         estimator: ShardEstimator | list[ShardEstimator] | None = None,
         *,
         variants: Callable[[EnumeratedOption], Sequence[EnumeratedOption]] | None = None,
-        prepare: Callable[[ShardingOption], None] | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
         super().__init__(topology, batch_size, constraints, estimator)
         # TorchRec would cut row_wise tables by the memory of each rank, and its lookup assumes equal blocks.
         self._device_memory_sizes = None
         self._estimators: list[ShardEstimator] = [OncePerSize(estimator) for estimator in self._estimators]
         self._variants = variants
-        self._prepare = prepare
+        self._lengths = lengths
         self._enumerating = False
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
@@ -218,9 +230,9 @@ class FastEnumerator(EmbeddingEnumerator):
         if self._enumerating:
             # In place: ``enumerate`` copies and returns this list.
             sharding_options[:] = self._with_variants(sharding_options)
-        if self._prepare is not None:
+        if self._lengths is not None:
             for option in sharding_options:
-                self._prepare(option)
+                option.input_lengths = self._lengths(option)
         super().populate_estimates(sharding_options)
 
     def _with_variants(self, options: list[ShardingOption]) -> list[ShardingOption]:
