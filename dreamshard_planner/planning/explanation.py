@@ -14,6 +14,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
+from dreamshard_planner.planning.plan_notes import assumptions
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, same_option
@@ -149,7 +150,7 @@ def explain(model: ModelProblem, plan: AnyPlan, rank: int | None = None) -> Expl
         PlannerError: the plan has no such rank; and, with PlanError, as :meth:`ModelProblem.options`.
     """
     rated = model.rated(plan)
-    report = model.context.report(rated, model.assumptions(rated.options))
+    report = model.context.report(rated, assumptions(model, rated.options))
     problem, sharding = rated.read.problem, rated.sharding
     chosen = report.chosen
     rank = chosen.slowest if rank is None else rank

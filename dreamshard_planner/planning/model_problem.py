@@ -34,11 +34,10 @@ from dreamshard_planner.planning.given_plans import (
     tables_of_model,
 )
 from dreamshard_planner.planning.plan_inputs import PlannerSettings, plan_inputs
-from dreamshard_planner.planning.plan_notes import assumptions
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableSharding
-from dreamshard_planner.plans.report import Note, Report
+from dreamshard_planner.plans.report import Report
 from dreamshard_planner.problem.parts import impossible_types
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import (
@@ -287,13 +286,6 @@ class ModelProblem:
     def mixed_exchanges(self, plan: Sequence[ShardingOption]) -> list[str]:
         """Return a text for every exchange in which ranks would send different types."""
         return mixed_exchanges(plan, self.sharders, self.ranks.topology.world_size)
-
-    def assumptions(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-        """Return the guesses that a plan's figures rest on; none for a plan that cannot be rated."""
-        try:
-            return assumptions(self.context, plan, self.settings)
-        except PlannerError:  # callbacks changed the plan
-            return ()
 
 
 def _loaded(plan: AnyPlan) -> GivenPlan:

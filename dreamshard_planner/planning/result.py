@@ -11,9 +11,8 @@ from typing import TypeAlias
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.planning.exact_training import exact_training_notes
 from dreamshard_planner.planning.model_problem import ModelProblem, libraries
-from dreamshard_planner.planning.plan_notes import training_notes
+from dreamshard_planner.planning.plan_notes import assumptions, exact_training_notes, training_notes
 from dreamshard_planner.planning.search_plan import BASELINE
 from dreamshard_planner.plans.comparison import differences
 from dreamshard_planner.plans.plan_file import SavedPlan
@@ -151,7 +150,7 @@ def _model_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[N
     return (
         *noted("hardware", filter(None, [model.ranks.hardware])),
         *noted("source", filter(None, [model.settings.recalled])),
-        *model.assumptions(plan),
+        *assumptions(model, plan),
         *noted("table", model.doubtful),
         *noted("unused", model.unused),
         *noted(

@@ -104,9 +104,7 @@ def unpriced(option: ShardingOption, why: str) -> PlannerError:
 
 
 @contextmanager
-def other_lengths(
-    options: Sequence[ShardingOption], lengths: Callable[[ShardingOption], list[float]]
-) -> Iterator[None]:
+def other_lengths(options: Sequence[ShardingOption], lengths: Lengths) -> Iterator[None]:
     """Let estimators see other ``input_lengths`` of some options."""
     held = [option.input_lengths for option in options]
     try:

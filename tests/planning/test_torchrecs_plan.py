@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import SGD, RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.planning import exact_training
+from dreamshard_planner.planning import plan_notes
 from dreamshard_planner.plans.report import Report
 
 SIZES = ((900, 64), (50_000, 16), (7_000, 128), (30_000, 32), (400, 16), (100_000, 64), (12_000, 8), (2_000, 32))
@@ -155,7 +155,7 @@ def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
 
 
 def test_large_models_have_no_prediction_of_torchrecs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_training, "MAX_SHARDS", 1)
+    monkeypatch.setattr(plan_notes, "MAX_SHARDS", 1)
     made = planner(topology=Topology(2, "cuda"))
     made.plan(collection(table("a", 200, 64), table("b", 300, 64), optimizer=RowWiseAdagrad), SHARDERS)
     (note,) = [note for note in made.report().notes if note.code == "beyond_exact_training"]
