@@ -174,11 +174,10 @@ class SearchLoop:
         if self._loader is not None:
             self._loader.bind(model.matched)
         self.perf_model = given.perf_model or DreamShardPerfModel(context)
-        self.proposers = given.proposers or [SearchProposer(self._proposal)]
-        if (
-            given.proposers is None and given.perf_model is not None
-        ):  # it may like a plan of TorchRec's better than ours
-            self.proposers += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
+        own: list[Proposer] = [SearchProposer(self._proposal)]
+        if given.perf_model is not None:  # it may like a plan of TorchRec's better than ours
+            own += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
+        self.proposers = given.proposers or own
         self._settings = SearchSettings(settings.search, settings.seed)
         many = given.proposers is not None or given.perf_model is not None
         ours = DreamShardPartitioner(context, self._settings, settings.seconds, quickly=many)
