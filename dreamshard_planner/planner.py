@@ -53,7 +53,7 @@ from dreamshard_planner.planning.ranks import (
     topology_here,
 )
 from dreamshard_planner.planning.remembered import Remembered
-from dreamshard_planner.planning.replanning import replanned
+from dreamshard_planner.planning.replanning import link_bytes_per_s, replanned
 from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
@@ -265,8 +265,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._warn_of_lost_optimizers(model, options, stacklevel=5)
         if missing := missing_optimizers(options, model.context.reader):
             warnings.warn(missing, InputWarning, stacklevel=4)
-        found = {fqn_of(option): hot_rows_of(option) for option in options}
-        hot = {name: rows.ids for name, rows in found.items() if rows is not None}
+        hot = {fqn_of(option): rows.ids for option in options if (rows := hot_rows_of(option)) is not None}
         return replicate_hot_rows(sharding_plan, hot) if hot else sharding_plan
 
     @neutral()
@@ -507,18 +506,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise ValueError(f"steps are a whole number from 0, got {steps!r}")
         result = self._last() if statistics is None and self.plan_loader is None else self._afresh(statistics)
-        links = self._topology.comms_bandwidths
-        one_host = self._topology.world_size <= self._topology.intra_group_size
-        link_bytes_per_s = 1e3 * (links.intra_host_bw if one_host else min(links.intra_host_bw, links.inter_host_bw))
-        return replanned(
-            result.model,
-            current,
-            result.plan,
-            steps=steps,
-            moving=Moving(bytes_per_s or link_bytes_per_s, restart_seconds),
-            max_bytes_moved=max_bytes_moved,
-            lost=lost,
-        )
+        moving = Moving(bytes_per_s or link_bytes_per_s(self._topology), restart_seconds)
+        return replanned(result.model, current, result.plan, steps, moving, max_bytes_moved, lost)
 
     def _afresh(self, statistics: TableStatistics | None) -> PlanResult:
         """Plan the last module again with a copy of the planner, by other statistics and without a plan loader."""

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 import numpy as np
 import torch
-from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -33,16 +33,21 @@ from dreamshard_planner.support.formatting import ranks_in_words, some_of
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
 
+def link_bytes_per_s(topology: Topology) -> float:
+    """Return the rate of a topology's slowest link."""
+    links, one_host = topology.comms_bandwidths, topology.world_size <= topology.intra_group_size
+    return 1e3 * float(links.intra_host_bw if one_host else min(links.intra_host_bw, links.inter_host_bw))
+
+
 @torch.no_grad()
 def replanned(
     model: ModelProblem,
     current: ShardingPlan | SavedPlan,
     fresh: Sequence[ShardingOption],
-    *,
     steps: int,
     moving: Moving,
-    max_bytes_moved: int | None = None,
-    lost: Sequence[int] = (),
+    max_bytes_moved: int | None,
+    lost: Sequence[int],
 ) -> Replan:
     """The plan that takes least time over so many steps; arguments and errors as of
     :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan`.
