@@ -33,7 +33,7 @@ from dreamshard_planner.search_space.enumeration import (
     torchrec_estimators,
     unpriced,
 )
-from dreamshard_planner.search_space.options import by_table, counted, fqn_of, hot_rows_of, perf_of, type_of
+from dreamshard_planner.search_space.options import by_table, counted, fqn_of, hot_rows_of, perf_of, total_ms, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, is_known
 from dreamshard_planner.search_space.usable_options import (
     as_constrained,
@@ -140,7 +140,7 @@ class PlanRater:
 
     def alone_ms(self, options: Sequence[ShardingOption]) -> list[float]:
         """Return the sum of :meth:`alone` for each option."""
-        return [sum(perf.total for perf in perfs) for perfs in self.alone(options)]
+        return [*map(total_ms, self.alone(options))]
 
     def without_lookups(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return copies with TorchRec's estimates for one lookup per sample; none if these are the options' estimates,

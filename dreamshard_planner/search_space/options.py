@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain, islice, repeat
+from operator import add
 from typing import Any, Self
 
 from torchrec.distributed.planner.types import Perf, PlannerError, PlannerErrorType, Shard, ShardingOption, Storage
@@ -113,7 +115,7 @@ class EnumeratedOption(ShardingOption):
     @property
     def total_perf(self) -> float:
         """Sum over all shards one by one, equal to TorchRec's to the last bit."""
-        return sum(perf.total for perf in perf_of(self))
+        return total_ms(perf_of(self))
 
     @property
     def total_storage(self) -> Storage:
@@ -200,6 +202,11 @@ def set_ranks(option: ShardingOption, ranks: Sequence[int | None] | None) -> Non
 def perf_of(option: ShardingOption) -> list[Perf]:
     """Return the perf of each shard."""
     return [*chain.from_iterable(repeat(shard.perf, count) for shard, count in counted(option))]
+
+
+def total_ms(perfs: Iterable[Perf]) -> float:
+    """Return the sum of some shards, one by one: ``sum`` is more exact than TorchRec from Python 3.12 on."""
+    return reduce(add, (perf.total for perf in perfs), 0)
 
 
 def set_perf(option: ShardingOption, perf: Sequence[Perf]) -> None:
