@@ -158,7 +158,9 @@ class PlanRater:
         bare = [option for option in options if any(shard.storage is None for shard, _ in counted(option))]
         estimate_all(self._torchrec[1:], bare, self.sharders or ())
         if self._costs.takes_estimates:
-            estimate_all(self._torchrec[:1], [*filter(_lacks_perf, options)], self.sharders or ())
+            estimate_all(
+                self._torchrec[:1], [option for option in options if None in perf_of(option)], self.sharders or ()
+            )
 
     def enumerator(self, batch_size: int, perf: ShardEstimator | None = None) -> FastEnumerator:
         """Make TorchRec's enumerator for a planner's model, with pooling factors per feature.
@@ -210,7 +212,7 @@ class PlanRater:
         Raises:
             PlannerError: an option's kernel is unknown and unpriced, or as of :meth:`OptionReader.read`.
         """
-        bare = [option for option in options if not is_known(option.compute_kernel) and _lacks_perf(option)]
+        bare = [option for option in options if not is_known(option.compute_kernel) and None in perf_of(option)]
         if bare and not self._torchrec:
             raise unpriced(bare[0], "its options come without perf")
         if bare:
@@ -305,10 +307,6 @@ class PlanRater:
             )
             for kernel, tables in sorted(priced.items())
         )
-
-
-def _lacks_perf(option: ShardingOption) -> bool:
-    return any(shard.perf is None for shard, _ in counted(option))
 
 
 def _synced_bytes(rated: RatedPlan) -> float:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -87,7 +87,11 @@ class PlanResult:
                 # Placed shards need no check: a user's enumerator may make placeholders, which TorchRec replaces.
                 checked = is_changed or not chosen.is_placed
                 rated = model.rated(plan) if checked else model.context.rated(plan, model.left)
-                notes = [*chosen.notes, *_search_notes(model, chosen)]
+                notes = [*chosen.notes]
+                if chosen.is_placed:
+                    notes += noted("placement_rule", () if model.legal is None else model.legal.notes())
+                    if not any(rival.name == BASELINE and rival.feasible for rival in chosen.rivals):
+                        notes.append(Note("search", "no plan of TorchRec's that fits was found to compare with"))
                 if is_changed:
                     same_ways = all(after[fqn][0] == way for fqn, (way, _) in before.items())
                     verb = "moved tables" if same_ways else "changed options"
@@ -110,14 +114,6 @@ class PlanResult:
     def saved(self, name: str) -> SavedPlan:
         """Return the plan with all its inputs, and with its report if there is one."""
         return self.model.saved(self.plan, name, self.told if isinstance(self.told, Report) else None)
-
-
-def _search_notes(model: ModelProblem, chosen: ChosenPlan) -> Iterator[Note]:
-    """Yield notes on what the search could choose from."""
-    if chosen.is_placed:
-        yield from noted("placement_rule", () if model.legal is None else model.legal.notes())
-        if not any(rival.name == BASELINE and rival.feasible for rival in chosen.rivals):
-            yield Note("search", "no plan of TorchRec's that fits was found to compare with")
 
 
 def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
