@@ -31,6 +31,7 @@ from dreamshard_planner.cli.options import (
     UpdatesOption,
     listed,
     load_plan,
+    read_statistics,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError, DatasetError, StatisticsError
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint
     from dreamshard_planner.cost.dataset import CostDataset
-    from dreamshard_planner.observing.comparison import Compared, RunComparison
+    from dreamshard_planner.observing.comparison import RunComparison
     from dreamshard_planner.training import TrainingConfig
     from dreamshard_planner.workload.tables import Table
 
@@ -99,15 +100,13 @@ def observed(
 
 
 def _tables(found: RunComparison, ranks: list[int]) -> list[RenderableType]:
-    columns = ("milliseconds of a step", *(f"rank {rank}" for rank in ranks))
-    rows = [(one.what, *(_cell(one, at) for at in range(len(ranks)))) for one in found.kinds]
+    columns, rows = ("milliseconds of a step", *(f"rank {rank}" for rank in ranks)), []
+    for one in found.kinds:
+        predicted = [""] * len(ranks) if one.predicted_ms is None else [f"{ms:,.3f} -> " for ms in one.predicted_ms]
+        pairs = zip(predicted, one.observed_ms, strict=True)
+        rows.append((one.what, *(f"{before}{observed:,.3f}" for before, observed in pairs)))
     said = [f"{sentence}." for sentence in filter(None, (*found.meaning, found.embeddings, found.verdict))]
     return [grid(columns, rows, title=f"{found.title}; predicted -> observed"), *said]
-
-
-def _cell(one: Compared, at: int) -> str:
-    predicted = "" if one.predicted_ms is None else f"{one.predicted_ms[at]:,.3f} -> "
-    return f"{predicted}{one.observed_ms[at]:,.3f}"
 
 
 @command("dreamshard learn observation.json", Panel.costs)
@@ -206,7 +205,7 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
         if source is not None or statistics is not None:
             raise typer.BadParameter("give --tables or --plan, one of them, with --statistics or without")
         return None, []
-    known = None if statistics is None else TableStatistics.from_json(statistics)
+    known = read_statistics(statistics)
     if plan is not None:
         saved = load_plan(plan)
         inputs = saved.inputs
@@ -296,14 +295,8 @@ def collect(
     with _measuring():
         dataset = collect(drawn, folder, device.value, threads, repeats, seed, seconds)
     dataset.save(out)
-    told = {
-        "dataset": str(out),
-        "blocks": str(folder),
-        "sets": len(dataset),
-        "sets_drawn": sets,
-        "spread_of_repeats": float(dataset.spread.mean()),
-    }
-    spread = told["spread_of_repeats"]
+    spread, told = float(dataset.spread.mean()), {"dataset": str(out), "blocks": str(folder), "sets": len(dataset)}
+    told |= {"sets_drawn": sets, "spread_of_repeats": spread}
     show(told, format, f"{out}: {len(dataset)} of {sets} sets, spread of repeats {spread:.1%}; blocks in {folder}")
 
 

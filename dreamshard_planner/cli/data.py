@@ -25,7 +25,6 @@ from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.formatting import first_of
 
 if TYPE_CHECKING:
-    from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.workload.statistics import TableStatistics
 
 stats = typer.Typer(cls=Commands, no_args_is_help=True, help="Count how features read their tables in your data.")
@@ -127,7 +126,11 @@ def diff(
             f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {first_of(found.only_after, 3)}; "
             f"give those that it was made with before {newer.name} to see what drifted."
         )
-    keep_ms, again_ms = _costs(saved, other, options)
+    from dreamshard_planner.offline.from_plan import job_of
+
+    job = job_of(saved, other)
+    planner = replace(job, settings={**job.settings, **options.settings()}).plan()
+    keep_ms, again_ms = planner.predict(saved).total_ms, planner.report().chosen.total_ms
     gain = max(0.0, 1 - again_ms / keep_ms) if keep_ms > 0 else 0.0
     verdict = "plan again" if gain >= worth else "keep the plan"
     said = (
@@ -138,15 +141,6 @@ def diff(
     show({**found.to_dict(), "verdict": verdict, "replanning": replanning}, format, said, str(found), *notes)
     if gain >= worth:
         raise typer.Exit(PLAN_AGAIN)
-
-
-def _costs(saved: SavedPlan, statistics: TableStatistics, options: SearchOptions) -> tuple[float, float]:
-    """Return the milliseconds of a plan by newer statistics, and of a plan made for them."""
-    from dreamshard_planner.offline.from_plan import job_of
-
-    job = job_of(saved, statistics)
-    planner = replace(job, settings={**job.settings, **options.settings()}).plan()
-    return planner.predict(saved).total_ms, planner.report().chosen.total_ms
 
 
 def _keep(counted: TableStatistics, out: Path, format: Format) -> None:

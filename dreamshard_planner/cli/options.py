@@ -197,11 +197,13 @@ COST_SOURCES = ("auto", "roofline", "torchrec")
 """Names of costs that are no file."""
 
 
-def cost_settings(costs: str | None) -> dict[str, Any]:
-    """Return the planner's arguments that :data:`CostsOption` stands for; none if it was not given."""
-    if costs is None:
-        return {}
-    return {"cost_source": costs} if costs in COST_SOURCES else {"checkpoint": costs, "cost_source": "auto"}
+def read_statistics(path: Path | None) -> TableStatistics | None:
+    """Read a file of statistics if there is one."""
+    if path is None:
+        return None
+    from dreamshard_planner.workload.statistics import TableStatistics
+
+    return TableStatistics.from_json(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +226,15 @@ class SearchOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the planner's arguments that were given."""
-        given = {"effort": self.effort and self.effort.value, "search_seconds": self.search_seconds}
-        return {
-            **cost_settings(self.costs),
-            **({"seed": self.seed} if self.seed else {}),
-            **{name: value for name, value in given.items() if value is not None},
+        is_file = self.costs is not None and self.costs not in COST_SOURCES
+        given = {
+            "cost_source": "auto" if is_file else self.costs,
+            "checkpoint": self.costs if is_file else None,
+            "seed": self.seed or None,
+            "effort": self.effort and self.effort.value,
+            "search_seconds": self.search_seconds,
         }
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,19 +256,11 @@ class RatingOptions(SearchOptions):
         hot = {"hot_rows_bytes": self.hot_rows, "vocabulary": self.vocabulary}
         return super().settings() | {name: value for name, value in hot.items() if value is not None}
 
-    def known(self) -> TableStatistics | None:
-        """Read the statistics that were given."""
-        if self.statistics is None:
-            return None
-        from dreamshard_planner.workload.statistics import TableStatistics
-
-        return TableStatistics.from_json(self.statistics)
-
     def job_of(self, saved: SavedPlan) -> Job:
         """Return a plan's job with the given statistics, costs and search."""
         from dreamshard_planner.offline.from_plan import job_of
 
-        job = job_of(saved, self.known())
+        job = job_of(saved, read_statistics(self.statistics))
         return replace(job, settings={**job.settings, **self.settings()})
 
 
@@ -340,7 +337,7 @@ class JobOptions(RatingOptions):
         from dreamshard_planner.planning.ranks import ShardingGroups
 
         model, size = read_model(self.tables), self.sharding_group
-        if (statistics := self.known()) is not None:
+        if (statistics := read_statistics(self.statistics)) is not None:
             model = model.with_statistics(statistics)
         settings = {
             "sharding_types": None if self.sharding_types is None else self._sharding_types(self.sharding_types),

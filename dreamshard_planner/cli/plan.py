@@ -31,6 +31,7 @@ from dreamshard_planner.cli.options import (
     listed,
     load_plan,
     ranks_of,
+    read_statistics,
     size_bytes,
     takes,
     whole,
@@ -135,17 +136,14 @@ def _axis(text: str) -> tuple[str, list[Any]]:
 
 def _around(job: Job) -> dict[str, list[Any]]:
     """Return half and twice of the job's ranks, batch size and bandwidth."""
-    topology = job.machine.topology()
-    inside, between = topology.comms_bandwidths.intra_host_bw, topology.comms_bandwidths.inter_host_bw
-    ranks, hosts = job.machine.ranks_per_host, job.machine.hosts
-    size = ("hosts", hosts) if hosts > 1 else ("ranks", ranks)
-    around = {
-        size[0]: sorted({max(1, size[1] // 2), 2 * size[1]}),
-        "batch_size": sorted({max(1, job.batch_size // 2), 2 * job.batch_size}),
-    }
-    if job.machine.ranks > 1 and job.machine.device == "cuda":  # those of CPU ranks are measured
-        name, rate = ("inter_bytes_per_s", between) if hosts > 1 else ("intra_bytes_per_s", inside)
-        around[name] = [rate * 1e3 / 2, rate * 1e3 * 2]
+    machine, rates = job.machine, job.machine.topology().comms_bandwidths
+    counts = {"hosts": machine.hosts} if machine.hosts > 1 else {"ranks": machine.ranks_per_host}
+    counts["batch_size"] = job.batch_size
+    around: dict[str, list[Any]] = {name: sorted({max(1, now // 2), 2 * now}) for name, now in counts.items()}
+    if machine.ranks > 1 and machine.device == "cuda":  # those of CPU ranks are measured
+        inter = machine.hosts > 1
+        rate = rates.inter_host_bw if inter else rates.intra_host_bw
+        around["inter_bytes_per_s" if inter else "intra_bytes_per_s"] = [rate * 1e3 / 2, rate * 1e3 * 2]
     return around
 
 
@@ -224,7 +222,7 @@ def replan(
         raise typer.BadParameter(f"--lost {max(gone)}: the ranks of {saved.name} are 0 to {ranks - 1}")
     job = made = options.job_of(saved)
     if tables is not None:
-        model, known = read_model(tables), options.known()
+        model, known = read_model(tables), read_statistics(options.statistics)
         job = replace(job, model=model if known is None else model.with_statistics(known))
     machine = replace(
         job.machine, ranks_per_host=gpus_per_node or job.machine.ranks_per_host, hosts=nodes or job.machine.hosts

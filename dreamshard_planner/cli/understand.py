@@ -26,7 +26,6 @@ from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
-    from dreamshard_planner.cost.collectives import CollectiveFit
     from dreamshard_planner.planner import DreamShardPlanner
     from dreamshard_planner.plans.plan_file import SavedPlan
 
@@ -127,19 +126,15 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     over = validation.get("policy_over_rule") or {}
     told |= {f"policy against {rule}": f"{share:.2f} of its cost" for rule, share in over.items()}
     if collectives := checkpoint.get("collectives"):
-        from dreamshard_planner.cost.collectives import fits_of
+        from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, fits_of
 
         told["collectives"] = f"{collectives['world_size']} ranks of {collectives['hardware']['name']}"
-        told |= {name: _collective(fit) for name, fit in fits_of(collectives).items()}
+        for name, fit in fits_of(collectives).items():
+            rates = {"of a rank": fit.bytes_per_ms, "of all ranks": fit.shared_bytes_per_ms}
+            limits = [f"{rate / 1e6:,.1f} GB/s {of}" for of, rate in rates.items() if rate < MAX_BYTES_PER_MS]
+            limit = ", ".join(limits) or "no limit"
+            told[name] = f"{fit.latency_ms:.2f} ms and {limit}; error {fit.relative_error:.0%}"
     return {name: text for name, text in told.items() if text}
-
-
-def _collective(fit: CollectiveFit) -> str:
-    from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS
-
-    rates = {"of a rank": fit.bytes_per_ms, "of all ranks": fit.shared_bytes_per_ms}
-    limits = [f"{rate / 1e6:,.1f} GB/s {of}" for of, rate in rates.items() if rate < MAX_BYTES_PER_MS]
-    return f"{fit.latency_ms:.2f} ms and {', '.join(limits) or 'no limit'}; error {fit.relative_error:.0%}"
 
 
 def _training_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -175,18 +170,14 @@ def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
         checkpoint = resolve(source, device)
         why = checkpoint.why or f"{checkpoint.name} ships; none of your own is in {folder()}"
         return "checkpoint", {"file": checkpoint.name, "why": why, **checkpoint.metadata}
-    if path.suffix == ".npz":
-        return "dataset", _dataset(path)
     if path.suffix == ".json":
         return _json(path)
-    return "checkpoint", Checkpoint.load(path).metadata
-
-
-def _dataset(path: Path) -> dict[str, Any]:
+    if path.suffix != ".npz":
+        return "checkpoint", Checkpoint.load(path).metadata
     from dreamshard_planner.cost.dataset import CostDataset
 
     dataset = CostDataset.load(path)
-    return {
+    return "dataset", {
         "sets": len(dataset),
         "shards": len(dataset.columns["name"]),
         "batch_sizes": sorted(set(dataset.columns["batch_size"].tolist())),

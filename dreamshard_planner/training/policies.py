@@ -7,7 +7,7 @@ import copy
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, set_work, wor
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.policy.network import Policy, roll_out
-from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
+from dreamshard_planner.policy.reinforce import train_policy
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
@@ -66,9 +66,9 @@ class _Unrated(ShardEstimator):
 
 def improve(
     config: TrainingConfig, checkpoint: Checkpoint, tables: Sequence[Table], progress: bool
-) -> tuple[list[UpdateStatistics], list[DrawnTask], Checkpoint]:
-    """Train a copy of the checkpoint's policy for its costs by REINFORCE; return statistics per update, the tasks, and
-    the checkpoint with the trained policy."""
+) -> tuple[list[DrawnTask], Checkpoint]:
+    """Train a copy of the checkpoint's policy for its costs by REINFORCE; return the tasks, and the checkpoint with the
+    trained policy and the figures of the last update."""
     tasks = drawn_tasks(checkpoint, tables, config.num_tasks, config, config.seed)
     policy = copy.deepcopy(checkpoint.policy).requires_grad_(True)
     reinforce = replace(config.reinforce, seed=config.seed)
@@ -79,7 +79,8 @@ def improve(
             reinforce,
             lambda _, update: advance(f"{update.relative_cost:.3f} x level"),
         )
-    return statistics, tasks, replace(checkpoint, policy=policy.requires_grad_(False))
+    metadata = {**checkpoint.metadata, "reinforce": asdict(statistics[-1])}
+    return tasks, replace(checkpoint, policy=policy.requires_grad_(False), metadata=metadata)
 
 
 @neutral()
@@ -148,35 +149,23 @@ def proposed_sets(
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     samples, mix, sets = -(-num_sets // len(tasks)), GroupMix(), []
     for drawn in tasks:
-        problem = drawn.task.problem
-        fused_P = [
-            workload.memory == "device" and not replicated
-            for workload, replicated in zip(drawn.read.workload_P, _is_replicated(drawn.read), strict=True)
-        ]
+        problem, workload_P = drawn.task.problem, drawn.read.workload_P
+        options = (option for options in problem.tables for option in options)
+        replicas = [option.parts for option in options if SHARDING_TYPES[option.sharding_type].is_replicated]
+        fused = {part for part, workload in enumerate(workload_P) if workload.memory == "device"}.difference(*replicas)
         for sharding in roll_out(policy, drawn.task, samples, generator).shardings():
             if sharding is None:
                 continue
             rank_X, part_X = problem.laid(sharding)
             groups: dict[int, list[Workload]] = {}
             for part in part_X[rank_X == rng.randrange(problem.num_ranks)].tolist():
-                if fused_P[part]:
-                    groups.setdefault(int(problem.group_P[part]), []).append(drawn.read.workload_P[part])
+                if part in fused:
+                    groups.setdefault(int(problem.group_P[part]), []).append(workload_P[part])
             optimizer = mix.optimizer(rng.random())
             sets += [[replace(workload, optimizer=optimizer) for workload in held] for held in groups.values()]
     rng.shuffle(sets)
     limits = work_limits(None, device, seed)
     return [held for held in sets if set_work(held) <= next(limits)][:num_sets]
-
-
-def _is_replicated(read: ReadProblem) -> list[bool]:
-    """Return which parts are replicas, as of data-parallel tables, [P]."""
-    replicated = [False] * read.problem.num_parts
-    for options in read.problem.tables:
-        for option in options:
-            if SHARDING_TYPES[option.sharding_type].is_replicated:
-                for part in option.parts:
-                    replicated[part] = True
-    return replicated
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +14,7 @@ import numpy as np
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
-from dreamshard_planner.cost.network import (
-    CostNetworkConfig,
-    fit_cost_network,
-    mape_2,
-    predict_ms,
-)
+from dreamshard_planner.cost.network import CostNetworkConfig, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
@@ -93,14 +88,11 @@ def learn(
         "batch_sizes": np.unique(train_data.columns["batch_size"]).tolist(),
     }
     priced = Checkpoint(prior_policy(), network, metadata)
-    statistics, tasks, made = improve(config, priced, train_tables, progress)
+    tasks, made = improve(config, priced, train_tables, progress)
     errors_2 = mape_2(predict_ms(network, test_sets), test_sets.labels_ms_X2)
     error = [round(value, 4) for value in errors_2.tolist()]
-    told = {
-        "validation": {"network_mape": error, **validate_policy(made, test_tables, config)},
-        "reinforce": asdict(statistics[-1]),
-    }
-    return replace(made, metadata={**metadata, **told}), tasks
+    validation = {"network_mape": error, **validate_policy(made, test_tables, config)}
+    return replace(made, metadata={**made.metadata, "validation": validation}), tasks
 
 
 def train_on_roofline(config: TrainingConfig, out: str | Path) -> Checkpoint:
@@ -116,9 +108,9 @@ def train_on_roofline(config: TrainingConfig, out: str | Path) -> Checkpoint:
         "pools": list(config.pools),
     }
     untrained = Checkpoint(Policy(PolicyConfig(), config.seed), None, metadata)
-    statistics, _, made = improve(config, untrained, train_tables, True)
-    told = {"validation": validate_policy(made, test_tables, config), "reinforce": asdict(statistics[-1])}
-    replace(made, metadata={**metadata, **told}).save(out)
+    _, made = improve(config, untrained, train_tables, True)
+    validation = validate_policy(made, test_tables, config)
+    replace(made, metadata={**made.metadata, "validation": validation}).save(out)
     return Checkpoint.load(out)
 
 

@@ -66,7 +66,8 @@ class FeatureCounts:
         if part.hot is None and part.lookups:
             self._hot = None
         elif part.hot is not None and self._hot is not None:
-            self._hot.add_statistics(part.hot, part.batches)
+            reads_R = torch.tensor(part.hot.reads, dtype=torch.float64) * part.batches
+            self._hot.add(torch.tensor(part.hot.ids, dtype=torch.int64), reads_R)
 
     def _add(
         self,

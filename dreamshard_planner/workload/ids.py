@@ -189,10 +189,6 @@ class HotCounts:
             kept_R = self._reads_R.topk(MOST_IDS).indices.sort().values
             self._id_R, self._reads_R = self._id_R[kept_R], self._reads_R[kept_R]
 
-    def add_statistics(self, hot: HotIds, batches: int) -> None:
-        """Add what some batches read."""
-        self.add(torch.tensor(hot.ids, dtype=torch.int64), torch.tensor(hot.reads, dtype=torch.float64) * batches)
-
     def statistics(self, batches: int) -> HotIds:
         """Return the ids that a batch reads :data:`LEAST_READS` times or more, at most :data:`MOST_IDS`."""
         mean_R = self._reads_R / batches

@@ -143,9 +143,7 @@ def rescale_reuse(
             off, since a histogram is coarse in its last bins.
     """
     histogram_TK = torch.as_tensor(histograms, dtype=torch.float64)
-    rows_T = torch.as_tensor(rows, dtype=torch.float64)
-    lookups_T = torch.as_tensor(lookups, dtype=torch.float64)
-    factor_T = torch.as_tensor(factor, dtype=torch.float64)
+    rows_T, lookups_T, factor_T = (torch.as_tensor(values, dtype=torch.float64) for values in (rows, lookups, factor))
     known = distinct or [None] * len(rows_T)
     given_T = torch.tensor([math.nan if count is None else count for count in known], dtype=torch.float64)
     counted_T = ~given_T.isnan()
@@ -333,10 +331,10 @@ def merge_reuse(histograms: Sequence[Sequence[float]], distinct: Sequence[float]
     total = float(sum(distinct))
     if total <= 0:
         return (0.0,) * NUM_REUSE_BINS, 0.0
-    merged = [0.0] * NUM_REUSE_BINS
-    for histogram, count in zip(histograms, distinct, strict=True):
-        for k, share in enumerate(histogram):
-            merged[k] += share * count / total
+    merged = (
+        sum(share * count / total for share, count in zip(share_T, distinct, strict=True))
+        for share_T in zip(*histograms, strict=True)
+    )
     return tuple(merged), total
 
 

@@ -359,21 +359,13 @@ def _reuse_at(
     found = []
     if known:
         given = [features[i] for i in known]
-        found.append(
-            (
-                known,
-                rescale_reuse(
-                    [feature.reuse_histogram or () for feature in given],
-                    [rows[i] for i in known],
-                    [feature.lookups for feature in given],
-                    [batch_size / feature.samples for feature in given],
-                    [feature.distinct_rows for feature in given],
-                ),
-            )
-        )
+        histograms = [feature.reuse_histogram or () for feature in given]
+        lookups, factors = zip(*((feature.lookups, batch_size / feature.samples) for feature in given), strict=True)
+        counted = [feature.distinct_rows for feature in given]
+        found.append((known, rescale_reuse(histograms, [rows[i] for i in known], lookups, factors, counted)))
     if unknown:
-        lookups = [features[i].pooling_factor * batch_size for i in unknown]
-        found.append((unknown, default_reuse([rows[i] for i in unknown], lookups)))
+        asked = [features[i].pooling_factor * batch_size for i in unknown]
+        found.append((unknown, default_reuse([rows[i] for i in unknown], asked)))
     for indices, (bins_TK, distinct_T) in found:
         for i, bins, count in zip(indices, bins_TK.tolist(), distinct_T.tolist(), strict=True):
             reuse[i] = tuple(bins), count
