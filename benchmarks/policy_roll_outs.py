@@ -9,7 +9,7 @@
     starts      the best of its roll-outs, as the planner plays them: one for each of eight sets of sharding types
     first       the same after their first sweep alone, which is all that the policy decides
     whole       one greedy roll-out that leaves tables whole
-    quick       the search of effort="quick": one roll-out, polished
+    quick       the search of effort="quick": the roll-outs, polished
     third       the search from the starts, with a third of the candidates
     search      the same with all of them: what the planner does, which the others are compared with
     without     the search without the policy
@@ -79,7 +79,7 @@ def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str
     """Return cost and seconds of the cheapest plan of each kind."""
 
     def searched(config: SearchConfig, plays: bool) -> list[Sharding | None]:
-        further = (lambda *given: policy_starts(given[0], policy, *given[1:], config.effort)) if plays else None
+        further = (lambda *given: policy_starts(given[0], policy, *given[1:])) if plays else None
         found = search(cost, [], config, further=further)
         return [None if found is None else found.sharding]
 

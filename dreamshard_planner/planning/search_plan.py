@@ -98,7 +98,7 @@ def place_proposal(
     if quickly:
         result = replace(settings, config=QUICK, deadline=NO_DEADLINE).search(cost, starts)
     else:
-        result = settings.search(cost, starts, _roll_outs(context, settings, plans))
+        result = settings.search(cost, starts, _roll_outs(context, plans))
     if result is None:
         packed_S = pack(chosen.cost.problem)
         if packed_S is None:
@@ -281,7 +281,7 @@ def _searched(
         result = replace(alone, sharding=fitting[WHOLE])
     else:
         drafts: dict[str, Sharding | None] = {}
-        result = settings.search(cost, fitting.values(), _roll_outs(context, settings, drafts))
+        result = settings.search(cost, fitting.values(), _roll_outs(context, drafts))
         # A roll-out over all options takes the place of the one over whole tables.
         rivals = (*(one for one in rivals if one.name not in drafts), *_rated(cost, drafts))
     if result is None:
@@ -335,11 +335,11 @@ def _rated(cost: Cost, plans: Mapping[str, Sharding | None]) -> tuple[ReportEntr
     return tuple(ReportEntry.of(name, None if plan is None else cost.rate(plan)) for name, plan in plans.items())
 
 
-def _roll_outs(context: PlanRater, settings: SearchSettings, plans: dict[str, Sharding | None]) -> Further:
+def _roll_outs(context: PlanRater, plans: dict[str, Sharding | None]) -> Further:
     """Return a maker of starts by the policy, which adds the cheapest start to ``plans``."""
 
     def starts(cost: Cost, asked: OptionTotals, seconds: float | None) -> list[Sharding]:
-        made = policy_starts(cost, context.ranks.checkpoint.policy, asked, seconds, settings.config.effort)
+        made = policy_starts(cost, context.ranks.checkpoint.policy, asked, seconds)
         plans["policy"] = made[0] if made else None
         return made
 

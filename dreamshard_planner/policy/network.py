@@ -219,9 +219,7 @@ def subset_types() -> np.ndarray:
     return np.array([[kind in subset for kind in TYPES] for subset in SUBSETS])
 
 
-def policy_starts(
-    cost: Cost, policy: Policy, asked: OptionTotals, seconds: float | None = None, effort: float = 1.0
-) -> list[Sharding]:
+def policy_starts(cost: Cost, policy: Policy, asked: OptionTotals, seconds: float | None = None) -> list[Sharding]:
     """Return plans to start the search from, at most :data:`STARTS`, the cheapest first: the best of greedy
     roll-outs, whose first sweeps use different sharding types, each as it was after its best sweep.
 
@@ -230,7 +228,6 @@ def policy_starts(
         policy: plays.
         asked: what options ask of all ranks together.
         seconds: that roll-outs may take.
-        effort: share of the roll-outs to play; all from 1 on.
 
     Raises:
         TimeoutError: they would take more.
@@ -239,7 +236,7 @@ def policy_starts(
     if not task.may_be_played:
         return []
     size = task.num_tables * cost.problem.num_ranks
-    types_EN = types_EN[: portion(len(types_EN), min(1.0, effort, BREADTH / size))]
+    types_EN = types_EN[: portion(len(types_EN), min(1.0, BREADTH / size))]
     later = min(len(SWEEPS), max(1, LENGTH // size)) - 1
     sweeps = [SWEEPS[0], *SWEEPS[len(SWEEPS) - later :]]
     best: dict[int, tuple[float, Sharding]] = {}

@@ -39,7 +39,7 @@ class SearchConfig:
     last_patience: int = 24
     """Fruitless copies, one after the other, at which the search ends."""
     effort: float = 1.0
-    """Share of the level starts, roll-outs and group moves to make; all of them from 1 on."""
+    """Share of the level starts and group moves to make; all of them from 1 on."""
 
     def __post_init__(self) -> None:
         if any(value <= 0 for value in asdict(self).values()):
