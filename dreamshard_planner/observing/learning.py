@@ -226,16 +226,14 @@ class Slowdown:
 
     @classmethod
     def mean(cls, some: Sequence[Slowdown]) -> Slowdown:
-        """Return the geometric mean of some operations' factors."""
-        return cls(*(math.exp(fmean(map(math.log, of))) for of in zip(*map(cls.factors, some), strict=True)))
-
-    def factors(self) -> tuple[float, float]:
-        """Return the factors of latency and bytes."""
-        return self.latency_times, self.bytes_times
+        """Return the geometric mean of some operations' factors, with the mean of their errors."""
+        latency_times = math.exp(fmean(math.log(one.latency_times) for one in some))
+        bytes_times = math.exp(fmean(math.log(one.bytes_times) for one in some))
+        return cls(latency_times, bytes_times, fmean(one.relative_error for one in some))
 
     def at_least_one(self) -> Slowdown:
         """Return the same without speed-ups."""
-        return Slowdown(*(max(1.0, times) for times in self.factors()))
+        return replace(self, latency_times=max(1.0, self.latency_times), bytes_times=max(1.0, self.bytes_times))
 
     def of(self, model: CollectiveModel) -> CollectiveFit:
         """Return the model slowed down."""
