@@ -1,7 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Tables in TorchRec's modules around collections have the names of plans, and their buffers are carried with them.
+"""Checkpoints of TorchRec's modules around collections: their tables have the names of plans, managed collisions stay
+where they were or are refused by name, and feature processors move with all else.
 
-``tests/distributed/test_moved_modules.py`` trains such modules.
+Shape letters: N ids, D dim.
 """
 
 from pathlib import Path
@@ -9,11 +10,14 @@ from pathlib import Path
 import pytest
 import small_models
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule
@@ -24,14 +28,24 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import CheckpointError, SavedPlan, load_across_plans, save_across_plans
 from dreamshard_planner.across_plans.reading import describe
+from tests.distributed.ranks import Rank, run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-ROWS, DIM = 24, 16
+ROWS, DIM, IDS, STEPS = 48, 8, 1000, 6
+TRAINED_IDS = torch.arange(7, IDS, 50)
 CPU = torch.device("cpu")
+SHARDERS = (
+    EmbeddingBagCollectionSharder(),
+    ManagedCollisionEmbeddingBagCollectionSharder(),
+    FeatureProcessedEmbeddingBagCollectionSharder(),
+)
 
 
 def collection(*tables: str, weighted: bool = False) -> EmbeddingBagCollection:
@@ -43,26 +57,20 @@ def collection(*tables: str, weighted: bool = False) -> EmbeddingBagCollection:
 
 
 def processed(*tables: str) -> nn.Module:
-    processors = {f"of_{table}": PositionWeightedModule(max_feature_length=4) for table in tables}
+    processors = {f"of_{table}": PositionWeightedModule(max_feature_length=3) for table in tables}
     return FeatureProcessedEmbeddingBagCollection(collection(*tables, weighted=True), processors)
 
 
 def managed(*tables: str) -> nn.Module:
     bags = collection(*tables)
-    modules = {
-        table: MCHManagedCollisionModule(ROWS, CPU, DistanceLFU_EvictionPolicy(), eviction_interval=2, buckets=2)
+    collisions = {
+        table: MCHManagedCollisionModule(
+            ROWS, CPU, DistanceLFU_EvictionPolicy(), eviction_interval=2, input_hash_size=IDS, buckets=6
+        )
         for table in tables
     }
-    return ManagedCollisionEmbeddingBagCollection(
-        bags, ManagedCollisionCollection(modules, bags.embedding_bag_configs())
-    )
-
-
-SHARDERS = (
-    EmbeddingBagCollectionSharder(),
-    FeatureProcessedEmbeddingBagCollectionSharder(),
-    ManagedCollisionEmbeddingBagCollectionSharder(),
-)
+    of_tables = ManagedCollisionCollection(collisions, bags.embedding_bag_configs())
+    return ManagedCollisionEmbeddingBagCollection(bags, of_tables, allow_in_place_embed_weight_update=True)
 
 
 def names_planned(path: Path, model: nn.Module) -> list[str]:
@@ -84,7 +92,7 @@ def saved(path: Path, model: nn.Module) -> Path:
     return path
 
 
-def blank(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+def blank(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     return {"model": {key: torch.zeros_like(value) for key, value in model.state_dict().items()}}
 
 
@@ -93,24 +101,25 @@ PROCESSOR = "model.x._feature_processors.of_c.position_weight"
 
 @pytest.mark.parametrize(("kind", "beside"), [(collection, ()), (processed, (PROCESSOR,)), (managed, ())])
 def test_loading_takes_the_names_of_plans(kind, beside: tuple[str, ...], tmp_path: Path) -> None:
+    """A processor's weights are named beside its table."""
     small, large = model_of(x=kind("a", "b")), model_of(x=kind("a", "b", "c"))
     first, second = saved(tmp_path / "small", small), saved(tmp_path / "large", large)
     bigger, smaller = blank(large), blank(small)
-    with pytest.raises(CheckpointError, match=r"table x\.c: .*added=\['x\.c'\]"):
-        load_across_plans(bigger, first)
+    refusals = [
+        (bigger, first, {}, r"table x\.c: .*added=\['x\.c'\]"),
+        (smaller, second, {}, r"table x\.c: .*dropped="),
+    ]
+    if beside:
+        refusals += [
+            (bigger, first, {"added": ["x.c"]}, "position_weight: not in the checkpoint.*added="),
+            (smaller, second, {"dropped": ["x.c"]}, "position_weight': in the checkpoint, not in the.*dropped="),
+        ]
+    for state, path, consent, told in refusals:
+        with pytest.raises(CheckpointError, match=told):
+            load_across_plans(state, path, **consent)
     load_across_plans(bigger, first, added=["x.c", *beside])
     for key, value in bigger["model"].items():
         assert torch.equal(value, small.state_dict().get(key, torch.zeros_like(value)))
-    if beside:
-        with pytest.raises(CheckpointError, match=r"position_weight: not in the checkpoint.*added="):
-            load_across_plans(bigger, first, added=["x.c"])
-    with pytest.raises(CheckpointError, match=r"table x\.c: .*dropped="):
-        load_across_plans(smaller, second)
-    if beside:
-        with pytest.raises(
-            CheckpointError, match=r"position_weight': in the checkpoint, not in the state dict.*dropped="
-        ):
-            load_across_plans(smaller, second, dropped=["x.c"])
     load_across_plans(smaller, second, dropped=["x.c", *beside])
     assert all(torch.equal(value, large.state_dict()[key]) for key, value in smaller["model"].items())
 
@@ -133,3 +142,82 @@ def test_tables_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
     assert loaded["model"] and all(
         torch.equal(value, model.state_dict()[key]) for key, value in loaded["model"].items()
     )
+
+
+class Trained(nn.Module):
+    """A table with managed collisions, and one with a weight for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m, self.p = managed("managed"), processed("processed")
+        # On CPUs no kernel evicts rows of an optimizer that has states.
+        for module, optimizer in ((self.m, torch.optim.SGD), (self.p, RowWiseAdagrad)):
+            tables = [weight for name, weight in module.named_parameters() if "embedding_bags" in name]
+            apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1})
+
+    def forward(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+        managed = KeyedJaggedTensor(["of_managed"], ids_N, lengths=torch.ones_like(ids_N))
+        lengths_N = 1 + ids_N % 3
+        rows = ids_N.repeat_interleave(lengths_N) % ROWS
+        processed = KeyedJaggedTensor(["of_processed"], rows, torch.ones(len(rows)), lengths_N)
+        return self.m(managed)[0].wait()["of_managed"], self.p(processed).wait()["of_processed"]
+
+
+def sharded(rank: Rank, whole: bool) -> tuple[DistributedModelParallel, dict[str, dict]]:
+    """The model and its state; ``whole``: the processed table, on the first rank; else by rows."""
+    torch.manual_seed(rank.world_size)
+    model, ways = Trained(), {"managed": row_wise(), "processed": table_wise(rank=0) if whole else row_wise()}
+    plan = {
+        path: construct_module_sharding_plan(
+            module, {name: ways[name]}, sharder, rank.world_size, rank.world_size, rank.device.type
+        )
+        for path, module, name, sharder in (
+            ("m", model.m, "managed", SHARDERS[1]),
+            ("p", model.p, "processed", SHARDERS[2]),
+        )
+    }
+    made = DistributedModelParallel(model, device=rank.device, plan=ShardingPlan(plan), sharders=list(SHARDERS))
+    return made, {"model": made.state_dict(), "optimizer": made.fused_optimizer.state_dict()}
+
+
+def outputs_ND(model: DistributedModelParallel) -> list[Tensor]:
+    """Return outputs of both tables for trained ids."""
+    model.eval()
+    return [output_ND.detach() for output_ND in model(TRAINED_IDS)]
+
+
+def _load(rank: Rank, folder: Path, anew: tuple[str, ...] = ()) -> list[Tensor]:
+    model, state = sharded(rank, whole=False)
+    load_across_plans(state, folder, added=anew, dropped=anew)
+    return outputs_ND(model)
+
+
+def _train_and_load(rank: Rank, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+    model, state = sharded(rank, whole=True)
+    dense = [parameter for name, parameter in model.named_parameters() if "position_weight" in name]
+    optimizer = torch.optim.SGD(dense, lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        managed_ND, processed_ND = model(TRAINED_IDS)
+        (managed_ND + 2 * processed_ND).square().sum().backward()
+        optimizer.step()
+    save_across_plans(state, folder)
+    return outputs_ND(model), _load(rank, folder)
+
+
+def _load_by_consent(rank: Rank, folder: Path) -> tuple[str, list[Tensor]]:
+    with pytest.raises(CheckpointError) as refused:
+        _load(rank, folder)
+    return str(refused.value), _load(rank, folder, ("m.managed",))
+
+
+def test_managed_collisions_stay_and_feature_processors_move(tmp_path: Path) -> None:
+    """On other ranks ids would be given wrong rows: managed tables start anew there, by consent."""
+    trained, loaded = run_on_ranks(_train_and_load, tmp_path / "saved", world_size=2)[0]
+    assert all(len(output_ND.unique(dim=0)) > 3 for output_ND in trained)
+    torch.testing.assert_close(loaded, trained)
+
+    told, moved = run_on_ranks(_load_by_consent, tmp_path / "saved", world_size=3)[0]
+    assert all(part in told for part in ("table m.managed", "_mch_sorted_raw_ids", "rows 0-23, 24-47", "0-15"))
+    assert "dropped=['m.managed'] and added=['m.managed']" in told and "processed" not in told
+    torch.testing.assert_close(moved[1], trained[1])
