@@ -162,68 +162,50 @@ def _own_costs(home: Path, scale: float) -> None:
     replace(shipped, metadata=metadata).save(home / "checkpoints" / "own.safetensors")
 
 
-def _start(rank: Rank, home: str, learns: bool) -> dict[str, Any]:
-    """A start of a job that says nothing of batches, lookups and costs."""
-    _surroundings(home, learns=learns)
+def _start(rank: Rank, home: str, job: str | None = None) -> dict[str, Any]:
+    """A start of a job that says nothing of batches, lookups and costs.
+
+    Args:
+        job: name of the job, which waits for another one before its last step, so that both learn at once; without a
+            name it is alone, and nothing learns from it.
+    """
+    _surroundings(home, learns=job is not None)
     planner = DreamShardPlanner(effort="quick", sharding_types=["table_wise", "column_wise"])
-    with logged("observing.automatic") as records, logged("planning.remembered") as recalled:
-        losses = train(shard(planner, rank), rank, TRAINED, 2 * LOCAL_BATCH)
-        _written()
-    told: dict[str, Any] = {"losses": losses, "messages": _messages([*records, *recalled])}
-    if rank.rank == 0:
-        report, saved = planner.report(), planner.saved_plan()
-        told |= {
-            "report": str(report).splitlines(),
-            "inputs": saved.inputs,
-            "plan": saved.sharding,
-            "best": planner.best_known(),
-        }
-    return told
-
-
-def test_each_start_of_a_job_makes_the_next_plan_better(tmp_path: Path) -> None:
-    _own_costs(tmp_path, 9.0)
-    learns = (True, True, False)  # nothing starts after the third
-    first, second, third = (run_on_ranks(_start, str(tmp_path), one, world_size=2)[0] for one in learns)
-    assert len(list(tmp_path.glob("checkpoints/*-observed.safetensors"))) == 1
-    assert "learned" not in first["report"][0] and first["inputs"].statistics is None
-    for runs, told in ((1, second), (2, third)):
-        assert re.search(
-            rf"Confidence: costs learned from {runs} runs? on this hardware, \d+ % off\.", told["report"][0]
-        )
-        assert "-observed.safetensors" in told["inputs"].settings["checkpoint"]
-        assert told["inputs"].batch_size == LOCAL_BATCH and told["inputs"].statistics is not None
-        assert any("statistics are those of the last training" in line for line in told["report"])
-        assert {name: known.pooling_factor for name, known in told["inputs"].features.items()} == dict(
-            zip(FEATURES, POOLING_FACTORS, strict=True)
-        )
-    assert any("costs learned from 1 run on this hardware" in text for text in first["messages"])
-
-
-def _job(rank: Rank, home: str, other: str) -> list[str]:
-    """A job that waits for another one before its last step, so that both learn at once."""
-    _surroundings(home)
-    model = shard(DreamShardPlanner(effort="quick", sharding_types=["table_wise"]), rank)
     with logged("observing.automatic") as records:
+        model = shard(planner, rank)
         train(model, rank, TRAINED - 3, 2 * LOCAL_BATCH)
-        if rank.rank == 0:
-            Path(home, f"{other}.waits").touch()
+        if job and rank.rank == 0:
+            Path(home, f"{job}.waits").touch()
             wait_for(lambda: len(list(Path(home).glob("*.waits"))) == 2)
         train(model, rank, 3, 2 * LOCAL_BATCH)
         _written()
-    return _messages(records)
+    told: dict[str, Any] = {"messages": _messages(records)}
+    if rank.rank == 0:
+        told |= {"report": str(planner.report()).splitlines(), "inputs": planner.saved_plan().inputs}
+    return told
 
 
-def test_two_jobs_at_once_both_count(tmp_path: Path) -> None:
+def test_jobs_at_once_both_count_and_make_the_next_plan_better(tmp_path: Path) -> None:
     _own_costs(tmp_path, 9.0)
     with ThreadPoolExecutor() as jobs:
-        both = [jobs.submit(run_on_ranks, _job, str(tmp_path), other, world_size=2) for other in "ab"]
-        messages = [message for job in both for message in job.result()[0]]
-    assert len(_runs(tmp_path)) == 4
+        both = [jobs.submit(run_on_ranks, _start, str(tmp_path), job, world_size=2) for job in "ab"]
+        first, other = (job.result()[0] for job in both)
+    assert len(_runs(tmp_path)) == 4 and not list(tmp_path.rglob("*.part"))
     (learned,) = tmp_path.glob("checkpoints/*-observed.safetensors")
     assert Checkpoint.load(learned).metadata["learned"]["runs"] == 2  # the second to learn sees both
-    assert not list(tmp_path.rglob("*.part"))
-    assert sum("costs learned from" in text for text in messages) == 2
+    for messages in (first["messages"], other["messages"]):
+        assert any("costs learned from" in text for text in messages)
+    assert "learned" not in first["report"][0] and first["inputs"].statistics is None
+
+    then = run_on_ranks(_start, str(tmp_path), world_size=2)[0]
+    report, inputs = then["report"], then["inputs"]
+    assert re.search(r"Confidence: costs learned from 2 runs on this hardware, \d+ % off\.", report[0])
+    assert "-observed.safetensors" in inputs.settings["checkpoint"]
+    assert inputs.batch_size == LOCAL_BATCH and inputs.statistics is not None
+    assert any("statistics are those of the last training" in line for line in report)
+    assert {name: known.pooling_factor for name, known in inputs.features.items()} == dict(
+        zip(FEATURES, POOLING_FACTORS, strict=True)
+    )
 
 
 def test_the_process_that_learns_imports_as_the_training_and_tells_if_it_fails(

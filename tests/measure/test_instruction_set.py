@@ -21,14 +21,6 @@ from dreamshard_planner.measure.hardware import REFERENCE, check_kernels, descri
 from dreamshard_planner.measure.kernels import FusedKernel
 from dreamshard_planner.measure.timing import time_groups
 
-SEEN = "import torch; from dreamshard_planner.measure.hardware import instruction_set; print(instruction_set())"
-
-
-def said_by_python(code: str, **variables: str) -> str:
-    """Standard output of a fresh Python, in which no library is loaded yet."""
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=True).stdout
-
 
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,11 +29,14 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_commands_and_preloading_give_every_torch_the_fast_kernels() -> None:
-    first = "from dreamshard_planner.environment import load_libc10_first; load_libc10_first(); "
-    fast = said_by_python(first + SEEN)
-    assert fast.strip() != REFERENCE
-    assert said_by_python(SEEN, LD_PRELOAD=str(torch_library("libc10.so"))) == fast
-    assert instruction_set() == fast.strip() == describe_hardware("cpu", 1).get("instruction_set", "")
+    """Commands load the library first, as these tests do; the linker preloads it for a Python that does not."""
+    code = "import torch; from dreamshard_planner.measure.hardware import instruction_set; print(instruction_set())"
+    environment = {**os.environ, "LD_PRELOAD": str(torch_library("libc10.so"))}
+    preloaded = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert instruction_set() == preloaded.stdout.strip() == describe_hardware("cpu", 1).get("instruction_set", "")
+    assert instruction_set() != REFERENCE
 
 
 def test_reference_kernels_are_not_measured(reference: None, tmp_path: Path) -> None:
