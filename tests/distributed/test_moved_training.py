@@ -73,7 +73,7 @@ def test_every_sharding_type_to_every_other(was: int, now: int, tmp_path: Path, 
     few = pytestconfig.getoption("turns")
     turns = {name: range(len(POOLED))[-few:] for name in OPTIMIZERS}
     if was == now:
-        turns = {"sgd": range(0, 9, 8), "adagrad": range(0, 9, 4)} | {"row_wise_adagrad": range(9)}
+        turns = {"sgd": [8], "adagrad": [4], "row_wise_adagrad": range(9)}
     unmoved = run_on_ranks(_unmoved, tmp_path, world_size=was)[0]
     moved = run_on_ranks(_turns, tmp_path, turns, world_size=now)[0]
     for optimizer, before in zip(OPTIMIZERS, unmoved, strict=True):
@@ -84,7 +84,7 @@ def test_every_sharding_type_to_every_other(was: int, now: int, tmp_path: Path, 
 def _attached_and_not(rank: Rank, folder: Path) -> dict[str, list[Result]]:
     """From attached replicas to other shardings, and to replicas that the script's own optimizer trains."""
     results = {}
-    for optimizer in OPTIMIZERS:
+    for optimizer in ("adagrad", "row_wise_adagrad"):
         results[optimizer] = [train_and_save(rank, turned(0, optimizer, attached=True), folder / optimizer, False)]
         for turn, attached in ((4, True), (0, False)):
             moving = turned(turn, optimizer, attached=attached)
