@@ -2,12 +2,12 @@
 """The commands that measure and learn, on real kernels; the others are in test_commands.py."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from small_models import table_list
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve
@@ -19,9 +19,11 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure import kernels
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.timing import CoreUse
-from dreamshard_planner.training import QUICK, TrainingConfig, calibrate, calibration, train
+from dreamshard_planner.training import QUICK, TrainingConfig, calibration
 from dreamshard_planner.training import config as training_config
 from tests.cli.test_commands import run, run_json
+
+SMALL_JOB = ("--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick")
 
 
 @pytest.fixture(autouse=True)
@@ -47,21 +49,13 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
     assert checkpoint.metadata["batch_sizes"] == [256]
     names = {path.name for path in trained.parent.iterdir()}
     assert names == {"tiny.safetensors", "tiny.dataset.npz", "tiny.test.npz"}
+    (made_in_a_hurry,) = checkpoint_notes(checkpoint, Machine(ranks_per_host=1, device="cpu").topology())
+    assert "--quick" in made_in_a_hurry
 
 
-def test_training_starts_from_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_training_from_what_ships_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured collectives stay those of the checkpoint in use."""
-    in_use, out = resolve("auto", "cpu"), tmp_path / "from.safetensors"
-    monkeypatch.setattr(costs, "_config", lambda *_: QUICK)
-    run("train", "--out", out, "--seconds", "1")
-    made = Checkpoint.load(out).metadata
-    assert made["collectives"] == in_use.metadata["collectives"]
-    told = run("info", out).stdout
-    assert "cpu.safetensors, measured on" in made["started_from"] and "network starts from" in told
-
-
-def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, out, collect = replace(QUICK, rounds=2, seconds=1.0), tmp_path / "x.safetensors", training_config.collect
+    out, collect = tmp_path / "x.safetensors", training_config.collect
     held: dict[str, int] = {}
 
     def interrupted(sets: list, folder: Path, **options) -> CostDataset:
@@ -72,52 +66,47 @@ def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         return dataset
 
+    reinforce = replace(QUICK.reinforce, updates=1)
+    config = replace(QUICK, rounds=2, num_tasks=4, validation_tasks=1, reinforce=reinforce)
+    monkeypatch.setattr(costs, "_config", lambda *_: config)
     monkeypatch.setattr(training_config, "collect", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, out, progress=False)
+    run("train", "--out", out, "--seconds", "1", status=130)
     before = dict(held)
-    assert set(before) == {path.name for path in tmp_path.glob("*.blocks")}
     assert set(before) == {"x.test.blocks", "x.round0.blocks", "x.round1.blocks"}
-    checkpoint = train(config, out, progress=False)
+    assert set(before) == {path.name for path in tmp_path.iterdir()}
+    run("train", "--out", out, "--seconds", "1")
     # What had come to its end is only read; what was under way goes on.
     for name in ("x.test.blocks", "x.round0.blocks"):
         assert held[name] == before[name]
     assert held["x.round1.blocks"] >= before["x.round1.blocks"]
-    measured = CostDataset.load(out.with_suffix(".dataset.npz"))
-    assert checkpoint.metadata["dataset"]["sets"] == len(measured)
-    assert len(measured) == held["x.round0.blocks"] + held["x.round1.blocks"]
+    made, measured = Checkpoint.load(out).metadata, CostDataset.load(out.with_suffix(".dataset.npz"))
+    assert made["dataset"]["sets"] == len(measured) == held["x.round0.blocks"] + held["x.round1.blocks"]
+    assert made["collectives"] == resolve("auto", "cpu").metadata["collectives"]
+    assert "cpu.safetensors, measured on" in made["started_from"]
+    assert "network starts from" in run("info", out).stdout
 
 
-def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path) -> None:
-    run(
-        "fit", "--dataset", trained.with_suffix(".dataset.npz"), "--test-dataset",
-        trained.with_suffix(".test.npz"), "--out", tmp_path / "fitted.safetensors", "--quick",
-    )  # fmt: skip
-    assert Checkpoint.load(tmp_path / "fitted.safetensors").cost is not None
-    measured, once, few = (tmp_path / f"{name}.npz" for name in ("measured", "once", "few"))
-    sets = CostDataset.load(trained.with_suffix(".dataset.npz"))
-    sets.save(measured)
-    assert sets.reference_ms is not None
-    replace(sets, samples_ms=sets.samples_ms[:, :1], reference_ms=sets.reference_ms[:, :1]).save(once)
-    sets.select(range(5)).save(few)
-    with_test = ("fit", "--test-dataset", str(measured), "--out", str(tmp_path / "none.safetensors"), "--dataset")
-    refused = run(*with_test, measured, "--dataset", once, status=1).stderr
-    assert f"{once} does not go with {measured}: 1 timed runs of each set, and 2 in the first" in refused
-    assert "at least 8 measured sets, got 5" in run(*with_test, few, status=1).stderr
-
-
-def test_fit_names_what_it_keeps_by_the_hardware(
+def test_fit_makes_a_checkpoint_from_measured_sets(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sets of another machine are fitted anywhere."""
+    """Sets of another machine are fitted anywhere, and the checkpoint is kept by that machine's name."""
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
     monkeypatch.setattr(costs, "_config", lambda *_: QUICK)
-    sets, measured = CostDataset.load(trained.with_suffix(".dataset.npz")), tmp_path / "sets.npz"
-    replace(sets, hardware={**sets.hardware, "name": "abacus"}).save(measured)
+    measured, once, few = (tmp_path / f"{name}.npz" for name in ("measured", "once", "few"))
+    sets = CostDataset.load(trained.with_suffix(".dataset.npz"))
+    sets = replace(sets, hardware={**sets.hardware, "name": "abacus"})
+    sets.save(measured)
     told = run("fit", "--dataset", measured, "--test-dataset", measured).stderr
     (kept,) = (tmp_path / "checkpoints").iterdir()
     assert f"kept in {kept}; dreamshard info auto tells" in told
-    assert Checkpoint.load(kept).metadata["hardware"]["name"] == "abacus"
+    assert Checkpoint.load(kept).cost is not None and Checkpoint.load(kept).metadata["hardware"]["name"] == "abacus"
+    assert sets.reference_ms is not None
+    replace(sets, samples_ms=sets.samples_ms[:, :1], reference_ms=sets.reference_ms[:, :1]).save(once)
+    sets.select(range(5)).save(few)
+    with_test = ("fit", "--test-dataset", measured, "--out", tmp_path / "none.safetensors", "--dataset")
+    refused = run(*with_test, measured, "--dataset", once, status=1).stderr
+    assert f"{once} does not go with {measured}: 1 timed runs of each set, and 2 in the first" in refused
+    assert "at least 8 measured sets, got 5" in run(*with_test, few, status=1).stderr
 
 
 def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
@@ -125,8 +114,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
 ) -> None:
     """Whatever else this machine does just now: --force."""
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
-    options = ("--costs", str(trained), "--seconds", "2", "--force", "--format", "json")
-    result = run("calibrate", *options)
+    result = run("calibrate", "--costs", trained, "--seconds", "1", "--force", "--format", "json")
     told, (out,) = json.loads(result.stdout), (tmp_path / "checkpoints").iterdir()  # nothing that a later one continues
     assert f"kept in {out}" in result.stderr and out.name.endswith("-1-threads-calibrated.safetensors")
     assert told["from"] == trained.name and told["clock"] == "processor time" and 0 <= told["others_share"] <= 1
@@ -136,24 +124,20 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     made = Checkpoint.load(out).metadata
     assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
     assert set(made["corrections"]) <= set(OPTIMIZERS)
-    job = ("--tables", "merlin_tiny", "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick")
-    report = run_json("plan", *job)["report"]
+    report = run_json("plan", "--tables", "merlin_tiny", *SMALL_JOB, "--sharding-types", "table_wise")["report"]
     said = " ".join(note["text"] for note in report["notes"])
     assert out.name in report["cost_source"]
     assert f"{out.name} is one of your own" in said and made["calibration"]["checked"] in said
 
 
 def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path, tmp_path: Path) -> None:
-    tables = {"schema": "dreamshard_planner.table_list/1", "tables": [
+    tables = (
         {"name": f"t{rows}", "num_embeddings": rows, "embedding_dim": 16, "optimizer": name, "pooling_factor": 3.0}
         for rows, name in ((1000, "adagrad"), (5000, "adagrad"), (3000, "adam"))
-    ]}  # fmt: skip
-    (tmp_path / "tables.json").write_text(json.dumps(tables))
-    plan, out = str(tmp_path / "plan.json"), str(tmp_path / "x.safetensors")
-    given = ("--tables", str(tmp_path / "tables.json"))
-    job = (*given, "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick", "--out", plan)
-    run("plan", *job)
-    options = ("calibrate", "--costs", str(trained), "--seconds", "1", "--force", "--out", out)
+    )
+    given, plan, out = ("--tables", table_list(tmp_path, *tables)), tmp_path / "plan.json", tmp_path / "x.safetensors"
+    run("plan", *given, *SMALL_JOB, "--out", plan)
+    options = ("calibrate", "--costs", trained, "--seconds", "1", "--force", "--out", out)
     for source, batches in ((("--plan", plan), "128 to 128"), (given, "")):
         run(*options, *source)
         told = Checkpoint.load(out).metadata["calibration"]
@@ -164,50 +148,35 @@ def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path
         run(*options, *wrong, status=1 if "json:loads" in wrong else 2)
 
 
-@pytest.fixture
-def quick_sets(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Calibration on invented measurements: a share of the core that others had, and so many sets for each half, which
-    take so many times what the checkpoint's network says."""
+def test_calibration_refuses_what_tells_too_little_and_leaves_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On invented measurements of kernels that take twice what the network says."""
 
-    def invent(checkpoint: Checkpoint, others: float = 0.0, sets: int = 60, factor: float = 2.0) -> None:
+    shipped, out = Checkpoint.load(SHIPPED / "cpu.safetensors"), tmp_path / "x.safetensors"
+
+    def invent(others_share: float = 0.0, sets: int = 60) -> None:
         def measured(_config: TrainingConfig, drawn: list, *_given) -> CostDataset:
             drawn = drawn[:sets]
-            ms_X2 = factor * predict_ms(checkpoint.cost, LabelledSets.of(drawn, torch.ones(len(drawn), 2)))
+            ms_X2 = 2 * predict_ms(shipped.cost, LabelledSets.of(drawn, torch.ones(len(drawn), 2)))
             return CostDataset.from_sets(drawn, ms_X2[:, None].double(), describe_hardware("cpu", 1))
 
         monkeypatch.setattr(calibration, "measure", measured)
-        monkeypatch.setattr(CoreUse, "others_share", others)
+        monkeypatch.setattr(CoreUse, "others_share", others_share)
 
-    return invent
-
-
-@pytest.mark.parametrize(
-    ("invented", "reason"),
-    [
-        ({"others": 0.6}, "others had the core for 60 % of the time"),
-        ({"sets": 12}, "fewer than 6 tell nothing: --seconds 180"),
-    ],
-    ids=["busy core", "few sets"],
-)
-def test_calibration_refuses_and_leaves_what_is_there(
-    invented: dict, reason: str, quick_sets: Callable[..., None], tmp_path: Path
-) -> None:
-    out = tmp_path / "x.safetensors"
-    shipped = Checkpoint.load(SHIPPED / "cpu.safetensors")
     out.write_bytes(b"what is there")
-    quick_sets(shipped, **invented)
-    options = ("calibrate", "--costs", str(SHIPPED / "cpu.safetensors"), "--out", str(out))
-    said = " ".join(run(*options, status=1).stderr.split())
-    assert reason in said and f"{out} stays as it was" in said and "--force" in said
-    assert "backward of row-wise Adagrad" in said and out.read_bytes() == b"what is there"
-    quick_sets(shipped)
-    said = run(*options).stdout.splitlines()
+    command = ("calibrate", "--costs", SHIPPED / "cpu.safetensors", "--out", out)
+    for invented, reason in (
+        ({"others_share": 0.6}, "others had the core for 60 % of the time"),
+        ({"sets": 12}, "fewer than 6 tell nothing: --seconds 180"),
+    ):
+        invent(**invented)
+        said = " ".join(run(*command, status=1).stderr.split())
+        assert reason in said and f"{out} stays as it was" in said and "--force" in said
+        assert "backward of row-wise Adagrad" in said and out.read_bytes() == b"what is there"
+    invent()
+    said = run(*command).stdout.splitlines()
     assert said[3] == "backward of row-wise Adagrad was 50 % too low, is now 0 % off: good" and len(said) == 6
-    made = Checkpoint.load(out)
-    quick_sets(shipped)  # what is right already stays, and is said to be checked
-    again = calibrate(made, tmp_path / "again.safetensors", progress=False)
-    assert again.metadata["corrections"] == made.metadata["corrections"]
-    assert not any(check["changed"] for check in again.metadata["calibration"]["checks"])
 
 
 def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
@@ -224,9 +193,3 @@ def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
 def test_without_a_network_calibration_names_the_command_that_makes_one(tmp_path: Path) -> None:
     command = ("calibrate", "--costs", str(SHIPPED / "roofline.safetensors"), "--out", str(tmp_path / "x"))
     assert "dreamshard train --device cpu" in run(*command, status=1).stderr
-
-
-def test_reports_mark_a_checkpoint_that_was_made_in_a_hurry(trained: Path) -> None:
-    topology = Machine(ranks_per_host=1, device="cpu").topology()
-    (quick,) = checkpoint_notes(Checkpoint.load(trained), topology)
-    assert "--quick" in quick
