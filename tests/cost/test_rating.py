@@ -1,47 +1,97 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Costs of placements and exchanges, against the formula spelled out."""
 
+import itertools
+import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 from placement_tasks import ROOFLINE, make_cost
+from sharding_tasks import RANKS, sharding_cost
+from torch import Tensor
 
 from common.linear_cost import LinearCost
 from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.compute import AdjustedCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
-from dreamshard_planner.cost.problem import Cost, Preload
+from dreamshard_planner.cost.problem import Cost, Preload, Sharding
 from dreamshard_planner.workload.features import WORK
 from paper.networks import PaperCostNetwork
 
 
-def brute_force_ms(cost: Cost, assignment: list[int]) -> float:
-    """The formula, spelled out with loops."""
-    problem, device_ms = cost.problem, []
-    for device in range(problem.num_ranks):
-        total = 0.0
-        for group in range(problem.num_groups):
-            here = [s for s in range(problem.num_parts) if assignment[s] == device and int(problem.group_P[s]) == group]
-            if here:
-                latents = ROOFLINE.encode(problem.features_PF[here])
-                total += float(ROOFLINE.group_cost_ms(latents.sum(0)).sum())
-        device_ms.append(total)
-    sent = [0.0] * problem.num_ranks
-    for shard, device in enumerate(assignment):
-        sent[device] += float(problem.bytes_PC[shard])
-    world = problem.num_ranks
-    slowest = max(max(b * (world - 1), sum(sent) - b) for b in sent)
-    collective = 0.0 if world == 1 or slowest == 0 else 0.02 + slowest / 1e6
-    return max(device_ms) + 2 * collective
+def shardings(cost: Cost) -> list[Sharding]:
+    """Every sharding that there is."""
+    per_table = []
+    for options in cost.problem.tables:
+        choices = []
+        for index, option in enumerate(options):
+            positions = [range(RANKS // unit.span) for unit in option.units]
+            choices += [(index, places) for places in itertools.product(*positions)]
+        per_table.append(choices)
+    return [
+        Sharding(tuple(option for option, _ in chosen), tuple(places for _, places in chosen))
+        for chosen in itertools.product(*per_table)
+    ]
+
+
+def formula_ms(cost: Cost, laid: Iterable[tuple[int, int]]) -> float:
+    """The formula, spelled out with loops, of parts on ranks."""
+    problem = cost.problem
+    groups: list[dict[int, Tensor]] = [{} for _ in range(problem.num_ranks)]
+    sent = [[0.0] * problem.num_ranks for _ in problem.collectives.collectives]
+    for part, rank in laid:
+        group = int(problem.group_P[part])
+        groups[rank][group] = groups[rank].get(group, 0) + cost.latent_PH[part]
+        for column, count in enumerate(problem.bytes_PC[part].tolist()):
+            sent[column][rank] += count
+    total = max(sum(float(cost.compute.group_cost_ms(latent).sum()) for latent in one.values()) for one in groups)
+    for collective, bytes_D in zip(problem.collectives.collectives, sent, strict=True):
+        if collective.over == "world":
+            exchanges = [bytes_D]
+        elif collective.over == "host":
+            exchanges = [bytes_D[:2], bytes_D[2:]]
+        else:
+            exchanges = [bytes_D[0::2], bytes_D[1::2]]
+        slowest = max(max(max(b * (len(group) - 1), sum(group) - b) for b in group) for group in exchanges)
+        if slowest > 0:
+            total += sum(model.latency_ms + slowest / model.bytes_per_ms for model in collective.passes)
+    return total
+
+
+def test_rating_of_shardings_is_the_formula() -> None:
+    cost = sharding_cost(2, latency_ms=0.05)
+    for sharding in shardings(cost):
+        laid = [
+            (part, place * unit.span + offset)
+            for options, option, places in zip(cost.problem.tables, sharding.options, sharding.positions, strict=True)
+            for unit, place in zip(options[option].units, places, strict=True)
+            for offset, part in enumerate(unit.parts)
+        ]
+        assert cost.overall_ms(sharding) == pytest.approx(formula_ms(cost, laid), rel=1e-9)
 
 
 @pytest.mark.parametrize("devices, groups", [(1, 1), (2, 1), (3, 2), (5, 3)])
-def test_rating_is_the_formula(devices: int, groups: int) -> None:
+def test_rating_of_placements_is_the_formula(devices: int, groups: int) -> None:
     cost = make_cost(9, devices, groups=groups)
     assignment_BS = torch.randint(devices, (6, 9), generator=torch.Generator().manual_seed(1))
-    expected = [brute_force_ms(cost, row) for row in assignment_BS.tolist()]
+    expected = [formula_ms(cost, enumerate(row)) for row in assignment_BS.tolist()]
     assert cost.rate(assignment_BS).overall_ms_B.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_spans_one_rank_is_placed_under_the_rest() -> None:
+    """The placement problem of a sharding rates it as the sharding's own cost does, wherever its free units go."""
+    cost, rng = sharding_cost(4, latency_ms=0.05), random.Random(3)
+    for sharding in rng.sample(shardings(sharding_cost(2)), 40):
+        doubled = Sharding(sharding.options * 2, sharding.positions * 2)
+        chosen = cost.chosen(doubled)
+        assert chosen.placed(chosen.assignment_S) == doubled
+        rated = float(chosen.cost.rate(chosen.assignment_S[None]).overall_ms_B)
+        assert rated == pytest.approx(cost.overall_ms(doubled), rel=1e-9)
+        moved = torch.randint(RANKS, chosen.assignment_S.shape, generator=torch.Generator().manual_seed(1))
+        rated = float(chosen.cost.rate(moved[None]).overall_ms_B)
+        assert rated == pytest.approx(cost.overall_ms(chosen.placed(moved)), rel=1e-9)
 
 
 def test_a_preload_costs_what_its_shards_would() -> None:
