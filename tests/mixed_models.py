@@ -4,7 +4,6 @@
 import math
 import random
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,32 +52,18 @@ class MixedCase:
         kind = HeuristicalStorageReservation if self.heuristical else FixedPercentageStorageReservation
         return kind(percentage=0.1)
 
-    def planner(self, **changed: Any) -> DreamShardPlanner:
-        arguments = {**self.settings, **changed}
-        return DreamShardPlanner(
-            topology=self.topology,
-            batch_size=self.batch_size,
-            storage_reservation=self.reservation(),
-            statistics=self.statistics,
-            constraints=self.constraints,
-            stats=[],
-            debug=False,
-            **arguments,
-        )
+    def _arguments(self) -> dict[str, Any]:
+        """Return what TorchRec's planner takes as well."""
+        given = {"topology": self.topology, "batch_size": self.batch_size, "storage_reservation": self.reservation()}
+        return {**given, "stats": [], "debug": False}
 
-    def torchrec_plan(
-        self, constraints: dict[str, ParameterConstraints] | None, seconds: int = 10
-    ) -> list[ShardingOption] | None:
-        """Return the plan of TorchRec's planner under the constraints; None if it finds none in time."""
-        theirs = EmbeddingShardingPlanner(
-            topology=self.topology,
-            batch_size=self.batch_size,
-            storage_reservation=self.reservation(),
-            constraints=constraints,
-            stats=[],
-            debug=False,
-            timeout_seconds=seconds,
-        )
+    def planner(self, **changed: Any) -> DreamShardPlanner:
+        own = {"statistics": self.statistics, "constraints": self.constraints, **self.settings}
+        return DreamShardPlanner(**self._arguments(), **(own | changed))
+
+    def torchrec_plan(self, constraints: dict[str, ParameterConstraints] | None) -> list[ShardingOption] | None:
+        """Return the plan of TorchRec's planner under the constraints; None if it finds none in ten seconds."""
+        theirs = EmbeddingShardingPlanner(**self._arguments(), constraints=constraints, timeout_seconds=10)
         try:
             theirs.plan(self.model, self.sharders)
         except PlannerError:
@@ -88,19 +73,11 @@ class MixedCase:
 
 def mixed_case(seed: int) -> MixedCase:
     """1 to 24 tables in up to five modules on 1 to 16 ranks, of which hosts may hold fewer than all."""
-    return random_case(random.Random(seed))
-
-
-def random_case(
-    rng: random.Random,
-    sizes: Sequence[int] = (1, 3, 8, 24),
-    world_sizes: Sequence[int] = (1, 2, 2, 3, 4, 4, 6, 8, 8, 16),
-) -> MixedCase:
-    """About so many tables, on so many ranks."""
+    rng = random.Random(seed)
     device = rng.choice(["cpu", "cuda", "cuda"])
-    world_size = rng.choice(world_sizes)
+    world_size = rng.choice((1, 2, 2, 3, 4, 4, 6, 8, 8, 16))
     hosts = rng.choice([ranks for ranks in (world_size, world_size // 2, 2, 1) if ranks and world_size % ranks == 0])
-    model, tables = _random_model(rng, rng.choice(sizes))
+    model, tables = _random_model(rng, rng.choice((1, 3, 8, 24)))
     sharders = [
         (EveryTypeSharder if device == "cpu" and rng.random() < 0.6 else EmbeddingBagCollectionSharder)(),
         EmbeddingCollectionSharder(),

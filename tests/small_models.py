@@ -1,12 +1,14 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Models of a few tables, and planners for them: what many tests start from."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -22,8 +24,9 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.cost.problem import Problem
+from dreamshard_planner.offline.jobs import SCHEMA
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
@@ -106,19 +109,8 @@ def ranks_of(plan) -> dict[str, list[int]]:
     return {name: sharding.ranks for module in plan.plan.values() for name, sharding in module.items()}
 
 
-def scarce_planner(**arguments) -> tuple[DreamShardPlanner, EmbeddingBagCollection]:
-    """Four tables on two GPUs whose memory holds only some of them; two are read often."""
-    sizes_mb = {"z": 11_000, "a": 9_000, "b": 4_500, "c": 4_500}
-    model = collection(*(table(name, size * MB // 256, 64) for name, size in sizes_mb.items()))
-    pooling = {"z": 0.01, "a": 0.01, "b": 60.0, "c": 60.0}
-    statistics = TableStatistics({f"{name}_f0": FeatureStatistics(factor) for name, factor in pooling.items()})
-    made = DreamShardPlanner(
-        topology=Topology(2, "cuda", hbm_cap=11_900 * MB, ddr_cap=2**40),
-        batch_size=16_384,
-        statistics=statistics,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        stats=[],
-        debug=False,
-        **arguments,
-    )
-    return made, model
+def table_list(folder: Path, *tables: Any) -> str:
+    """Write a list of tables to the folder, and return the file."""
+    path = folder / "tables.json"
+    path.write_text(json.dumps({"schema": SCHEMA, "tables": tables}))
+    return str(path)

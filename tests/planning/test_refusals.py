@@ -2,7 +2,7 @@
 """Errors for impossible inputs: they name the input, and what would help."""
 
 import pytest
-from small_models import SHARDERS, collection, managed, planner, scarce_planner, small_model, table, topology
+from small_models import SHARDERS, collection, managed, planner, small_model, table, topology
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -27,14 +27,14 @@ def test_modules_that_cannot_be_sharded_here_are_refused() -> None:
 
 
 def test_kernels_that_the_sharder_does_not_offer_are_left_alone() -> None:
-    constraints = {name: ParameterConstraints(compute_kernels=["fused", "quant"]) for name in "zabc"}
-    made, model = scarce_planner(constraints=constraints)
-    with pytest.raises(PlannerError, match="Tables do not fit"):
-        made.plan(model, SHARDERS)
-    constraints["z"] = ParameterConstraints(compute_kernels=["quant"])
-    made, model = scarce_planner(constraints=constraints)
-    with pytest.raises(PlannerError, match="'z' may only use compute kernels .'quant'., and Embedding.* offers"):
-        made.plan(model, SHARDERS)
+    model, tight = collection(table("t", 10_000_000, 64)), topology(2, 2**30, "cuda")
+    for kernels, told in (
+        (["fused", "quant"], "Tables do not fit"),
+        (["quant"], "'t' may only use compute kernels .'quant'., and Embedding.* offers"),
+    ):
+        constraints = {"t": ParameterConstraints(compute_kernels=kernels, sharding_types=["table_wise"])}
+        with pytest.raises(PlannerError, match=told):
+            planner(topology=tight, constraints=constraints).plan(model, SHARDERS)
 
 
 def test_tables_without_a_sharding_type_are_an_error() -> None:

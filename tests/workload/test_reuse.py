@@ -29,11 +29,23 @@ from dreamshard_planner.workload.tables import Table, workloads_of
 ONE_READ = (1.0,) + (0.0,) * (NUM_REUSE_BINS - 1)
 
 
+def popularity(shape: str, rows: int) -> Tensor:
+    """Chances of rows, hot first where it matters to nobody, [R]."""
+    if shape.startswith("zipf"):
+        return (torch.arange(rows, dtype=torch.float64) + 1) ** -float(shape.removeprefix("zipf"))
+    if shape == "two levels":
+        return torch.where(torch.arange(rows) < rows // 100, 200.0, 1.0).double()
+    return torch.exp(2 * torch.randn(rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+
+def drawn_rows(edge_R: Tensor, lookups: int, generator: torch.Generator) -> Tensor:
+    """Rows of as many lookups, [N], by the cumulated chances of rows."""
+    uniform_N = torch.rand(lookups, dtype=torch.float64, generator=generator) * edge_R[-1]
+    return torch.searchsorted(edge_R, uniform_N).clamp_max(len(edge_R) - 1)
+
+
 def zipf_indices(rows: int, exponent: float, lookups: int) -> Tensor:
-    chance_R = (torch.arange(rows, dtype=torch.float64) + 1) ** -exponent
-    edge_R = chance_R.cumsum(0) / chance_R.sum()
-    uniform_N = torch.rand(lookups, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return torch.searchsorted(edge_R, uniform_N).clamp_max(rows - 1)
+    return drawn_rows(popularity(f"zipf{exponent}", rows).cumsum(0), lookups, torch.Generator().manual_seed(1))
 
 
 def errors(indices: Tensor, rows: int, old: int, new: int) -> tuple[float, float]:
@@ -147,15 +159,6 @@ def test_shifted_histograms_have_the_mean_that_was_asked(histogram: tuple[float,
         assert shifted == pytest.approx(histogram)
 
 
-def popularity(shape: str, rows: int) -> Tensor:
-    """Chances of rows, hot first where it matters to nobody, [R]."""
-    if shape.startswith("zipf"):
-        return (torch.arange(rows, dtype=torch.float64) + 1) ** -float(shape.removeprefix("zipf"))
-    if shape == "two levels":
-        return torch.where(torch.arange(rows) < rows // 100, 200.0, 1.0).double()
-    return torch.exp(2 * torch.randn(rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     ("shape", "rows", "lookups"),
     [
@@ -176,12 +179,6 @@ def test_cache_hits_are_those_of_a_simulated_cache(shape: str, rows: int, lookup
     histogram, distinct = reuse_histogram(batches[-1])
     hits = cache_hits([histogram.tolist()], [rows], [lookups], [distinct], [load_factor * rows])
     assert float(hits) == pytest.approx(simulated, abs=0.05)
-
-
-def drawn_rows(edge_R: Tensor, lookups: int, generator: torch.Generator) -> Tensor:
-    """Rows of as many lookups, [N], by the cumulated chances of rows."""
-    uniform_N = torch.rand(lookups, dtype=torch.float64, generator=generator) * edge_R[-1]
-    return torch.searchsorted(edge_R, uniform_N).clamp_max(len(edge_R) - 1)
 
 
 def simulated_hits(batches: list[Tensor], rows: int, load_factor: float, ways: int = 32) -> float:
