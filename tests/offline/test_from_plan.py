@@ -2,7 +2,6 @@
 """Jobs that are read from plans: what they were made from, whole."""
 
 import inspect
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm
-from small_models import collection, table
+from small_models import collection, sequences, table
 from torch import nn
 from torchrec.distributed.planner.types import (
     CollectiveType,
@@ -21,9 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, KeyValueParams
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from dreamshard_planner import (
     DreamShardPlanner,
@@ -41,30 +38,15 @@ from dreamshard_planner.planning.plan_inputs import topology_inputs
 from dreamshard_planner.plans.comparison import machine_differences, stale_differences
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.workload.ids import HotIds, IdHistogram
-from tests.cli.test_commands import run
-
-META = torch.device("meta")
+from tests.cli.test_commands import run, run_json
 
 
 def model() -> nn.Module:
     """Pooled tables of two types and a sequence table, two modules deep, beside a dense layer."""
-    pooled = EmbeddingBagCollection(
-        device=META,
-        is_weighted=True,
-        tables=[
-            EmbeddingBagConfig(name="a", num_embeddings=5000, embedding_dim=16, feature_names=["f", "g"]),
-            EmbeddingBagConfig(
-                name="b", num_embeddings=90, embedding_dim=32, feature_names=["h"], data_type=DataType.FP16,
-                pooling=PoolingType.MEAN,
-            ),
-        ],
-    )  # fmt: skip
-    apply_optimizer_in_backward(torch.optim.Adam, pooled.parameters(), {"lr": 0.1})
-    sequences = EmbeddingCollection(
-        device=META, tables=[EmbeddingConfig(name="a", num_embeddings=700, embedding_dim=8, feature_names=["s"])]
-    )
-    sparse = nn.ModuleDict({"pooled": pooled, "sequences": sequences})
-    return nn.ModuleDict({"sparse": sparse, "dense": nn.Linear(4, 4, device=META)})
+    tables = table("a", 5000, features=2), table("b", 90, 32, data_type=DataType.FP16, pooling=PoolingType.MEAN)
+    pooled = collection(*tables, weighted=True, optimizer=torch.optim.Adam)
+    sparse = nn.ModuleDict({"pooled": pooled, "sequences": sequences(table("a", 700, 8))})
+    return nn.ModuleDict({"sparse": sparse, "dense": nn.Linear(4, 4, device="meta")})
 
 
 def saved_of(module: nn.Module, statistics: TableStatistics | None, topology: Topology, **given) -> SavedPlan:
@@ -74,7 +56,7 @@ def saved_of(module: nn.Module, statistics: TableStatistics | None, topology: To
 
 
 STATISTICS = TableStatistics(
-    {"f": FeatureStatistics(20.0), "h": FeatureStatistics(3.0, ids=IdHistogram.even(90), batch_size=64)}
+    {"a_f0": FeatureStatistics(20.0), "b_f0": FeatureStatistics(3.0, ids=IdHistogram.even(90), batch_size=64)}
 )
 CUDA = Machine(ranks_per_host=2, hosts=2, gpu="h100").topology()
 
@@ -194,13 +176,17 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
 
 
 def test_a_plan_file_holds_its_statistics(tmp_path: Path) -> None:
-    hot = {"h": replace(STATISTICS["h"], hot=HotIds((3,), (9.0,)))}
+    hot = {"b_f0": replace(STATISTICS["b_f0"], hot=HotIds((3,), (9.0,)))}
     saved = saved_of(model(), TableStatistics({**STATISTICS, **hot}), CUDA)
     assert saved.inputs.features == dict(STATISTICS)
     saved.save(file := tmp_path / "plan.json")
     assert job_of(SavedPlan.load(file)).model.statistics == STATISTICS
     done = run("replan", file, "--steps", "10")
     assert "Stay with plan.json" in done.stdout and "note:" not in done.stderr
+    STATISTICS.to_json(counted := tmp_path / "counted.json")
+    for given in ((), ("--statistics", counted)):
+        explained_ms = run_json("explain", file, *given)["total_ms"]
+        assert explained_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
 
 
 def test_a_plan_of_a_collection_alone_and_of_ranks_that_fill_no_hosts() -> None:
@@ -223,7 +209,7 @@ def test_sharding_groups_come_back(next_to_each_other: bool, tmp_path: Path) -> 
     assert again.predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-6)
     saved.save(tmp_path / "plan.json")
     assert "Rank" in run("explain", tmp_path / "plan.json", "--rank", "0").stdout
-    assert json.loads(run("replan", tmp_path / "plan.json", "--steps", "1000", "--format", "json").stdout)
+    assert run_json("replan", tmp_path / "plan.json", "--steps", "1000")
     fewer = ("--steps", "9", "--gpus-per-node", "2", "--nodes", "4")
     told = run("replan", tmp_path / "plan.json", *fewer, status=3).stdout
     assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host -> 8" in " ".join(told.split())
@@ -286,20 +272,18 @@ def test_names_that_no_module_has_are_refused(name: str) -> None:
         spec(name)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
+def test_a_setting_that_no_planner_takes_is_named(tmp_path: Path) -> None:
+    saved, _ = made([spec("a")], "gpu", tmp_path / "plan.json")
+    for setting, value in (
         ("cost_source", "oracle"),
         ("sharding_types", ["diagonal"]),
         ("exact_training", "sometimes"),
         ("seed", 1.5),
+        ("effort", "lazy"),
         ("sharding_groups", {"size": 0}),
-    ],
-)
-def test_a_setting_that_no_planner_takes_is_named(tmp_path: Path, setting: str, value: object) -> None:
-    saved, _ = made([spec("a")], "gpu", tmp_path / "plan.json")
-    settings = {**saved.inputs.settings, setting: value}
-    replace(saved, inputs=replace(saved.inputs, settings=settings)).save(tmp_path / "odd.json")
-    for command in (("explain",), ("replan", "--steps", "10")):
-        told = run(command[0], tmp_path / "odd.json", *command[1:], status=1).stderr
-        assert f"odd.json: settings: {setting} {value!r}" in " ".join(told.split())
+    ):
+        settings = {**saved.inputs.settings, setting: value}
+        replace(saved, inputs=replace(saved.inputs, settings=settings)).save(tmp_path / "odd.json")
+        for command, *options in (("explain",), ("replan", "--steps", "10")):
+            told = run(command, tmp_path / "odd.json", *options, status=1).stderr
+            assert f"odd.json: settings: {setting} {value!r}" in " ".join(told.split())

@@ -1,29 +1,23 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Jobs of table lists, and sweeps over machines and batches: made, or refused by file, table and mistake."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_models import table_list
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics, TaskError
 from dreamshard_planner.devices import GB, Machine
 from dreamshard_planner.offline.from_plan import job_of
-from dreamshard_planner.offline.jobs import SCHEMA, Job, OfflineModel, TableSpec, read_model, read_table_list
+from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec, read_model, read_table_list
 from dreamshard_planner.offline.what_if import Point, what_if
 from dreamshard_planner.plans.plan_file import SavedPlan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
-
-
-def written(path: Path, *tables: Any, **document: Any) -> Path:
-    path = path / "tables.json"
-    path.write_text(json.dumps({"schema": SCHEMA, "tables": list(tables), **document}))
-    return path
 
 
 def test_the_example_becomes_collections_with_statistics_constraints_and_optimizers() -> None:
@@ -64,7 +58,7 @@ def test_statistics_of_data_stand_above_the_list(tmp_path: Path) -> None:
 
 def test_lookups_that_a_list_does_not_tell_are_an_assumption(tmp_path: Path) -> None:
     told = {**GOOD, "name": "b", "pooling_factor": 1}
-    model = OfflineModel.of_specs(read_table_list(written(tmp_path, GOOD, told)))
+    model = OfflineModel.of_specs(read_table_list(table_list(tmp_path, GOOD, told)))
     report = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=64).plan().report()
     assert report.notes[0].code == "assumption" and "for 1 of 2 features (a)" in report.notes[0].text
 
@@ -95,7 +89,7 @@ GOOD = {"name": "a", "num_embeddings": 10, "embedding_dim": 8}
     ],
 )
 def test_one_mistake_is_named_with_its_place(tmp_path: Path, entry: Any, mistake: str) -> None:
-    path = written(tmp_path, {**GOOD, "name": "first"}, entry)
+    path = table_list(tmp_path, {**GOOD, "name": "first"}, entry)
     with pytest.raises(TaskError, match=f"tables.json: .*{mistake}") as raised:
         read_table_list(path)
     assert "\n" not in str(raised.value)
@@ -161,19 +155,18 @@ def test_sweeps_cost_what_the_plans_themselves_cost() -> None:
     assert not tight.fits and "do not fit" in tight.reason and tight.ranks == 1
 
 
-@pytest.mark.parametrize(
-    ("axis", "value", "named"),
-    [
-        ("ranks", 0, "got 0"),
-        ("hosts", -1, "got -1"),
-        ("batch_size", 0, "batch_size"),
-        ("intra_bytes_per_s", 0.0, "intra_bytes_per_s"),
-        ("gpu", "h20", "h20"),
-    ],
-)
-def test_a_value_that_cannot_be_is_a_point_that_says_so(axis: str, value: Any, named: str) -> None:
-    (point,) = sweep(job(), axis, [value])
-    assert not point.fits and named in point.reason and point.value == value
+def test_a_value_that_cannot_be_is_a_point_that_says_so() -> None:
+    wrong = {
+        "ranks": (0, "got 0"),
+        "hosts": (-1, "got -1"),
+        "batch_size": (0, "batch_size"),
+        "intra_bytes_per_s": (0.0, "intra_bytes_per_s"),
+        "gpu": ("h20", "h20"),
+    }
+    sweeps = what_if(job(), {axis: [value] for axis, (value, _) in wrong.items()}).sweeps
+    for axis, (value, named) in wrong.items():
+        (point,) = sweeps[axis]
+        assert not point.fits and named in point.reason and point.value == value
 
 
 def test_an_unknown_axis_is_an_error() -> None:

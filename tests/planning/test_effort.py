@@ -3,8 +3,6 @@
 
 import itertools
 import time
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.errors import PlanError
-from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.search.effort import EFFORTS
 
 READ = (40.0, 25.0, 9.0, 4.0, 2.0)
@@ -56,14 +52,3 @@ def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:
     assert proposals[0] < proposals[1] <= proposals[2]
     for made in (quick, default, thorough):
         assert all(made.report().chosen.total_ms <= rival.total_ms * (1 + 1e-6) for rival in made.report().rivals)
-
-
-def test_files_digests_and_jobs_tell_an_effort_that_is_not_the_default(tmp_path: Path) -> None:
-    usual, quick = planned(effort="default"), planned(effort="quick")
-    assert "effort" not in usual.saved_plan().inputs.settings
-    assert usual.hash_planner_context_inputs_str() != quick.hash_planner_context_inputs_str()
-    saved = quick.saved_plan()
-    assert saved.inputs.settings["effort"] == "quick" and job_of(saved).settings["effort"] == "quick"
-    odd = replace(saved, inputs=replace(saved.inputs, settings={**saved.inputs.settings, "effort": "lazy"}))
-    with pytest.raises(PlanError, match="effort 'lazy' cannot be: effort must be one of quick, default, thorough"):
-        job_of(odd)

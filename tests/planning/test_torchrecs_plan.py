@@ -65,18 +65,18 @@ def test_a_plan_by_guessed_lookups_has_to_gain(types: Any) -> None:
     ],
 )
 def test_costs_decide_where_more_is_known(told: dict[str, Any]) -> None:
-    made, _ = planned(**told)
+    made, _ = planned(**told, effort="quick")
     report = made.report()
     assert report.chosen.total_ms <= min(rival.total_ms for rival in report.rivals) * (1 + 1e-6)
     assert not any("least_gain" in str(note) for note in report.notes)
 
 
 def test_what_gains_more_is_taken() -> None:
-    made, plan = planned([(300, 16)] * 6, optimizers_attached=True)
+    made, plan = planned([(300, 16)] * 6, optimizers_attached=True, effort="quick")
     rivals = {rival.name: rival.total_ms for rival in made.report().rivals}
     assert made.report().chosen.total_ms < 0.97 * rivals["torchrec"]
     assert {kind for kind, _ in plan.values()} == {"data_parallel"}
-    kept, plan = planned([(300, 16)] * 6, optimizers_attached=True, least_gain=0.99)
+    kept, plan = planned([(300, 16)] * 6, optimizers_attached=True, effort="quick", least_gain=0.99)
     assert {kind for kind, _ in plan.values()} == {"table_wise"}
     assert kept.report().chosen.total_ms == pytest.approx(rivals["torchrec"])
 
@@ -88,6 +88,7 @@ def test_estimates_of_a_kept_plan_are_by_our_costs() -> None:
     def made(**settings: Any) -> DreamShardPlanner:
         topology, left = Topology(8, "cuda", local_world_size=4), FixedPercentageStorageReservation(0.0)
         given = {"topology": topology, "batch_size": 256, "storage_reservation": left, "stats": [], "debug": False}
+        given["effort"] = "quick"
         planner = DreamShardPlanner(**given, **settings)
         planner.plan(model(*sizes), get_default_sharders())
         return planner
@@ -108,7 +109,6 @@ def report_on(memory_mb: int, **arguments) -> Report:
         batch_size=1024,
         constraints={f"t{i}": ParameterConstraints(min_partition=64, pooling_factors=[50.0]) for i in range(3)},
         storage_reservation=FixedPercentageStorageReservation(0.0),
-        effort="default",
         **arguments,
     )
     made.plan(model, SHARDERS)

@@ -10,6 +10,8 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from tests.planning.test_context import model, statistics
 
 
 def planner(**changes: Any) -> DreamShardPlanner:
-    return small_models.planner(**({"statistics": statistics(), "effort": "default"} | changes))
+    return small_models.planner(**({"statistics": statistics()} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -154,67 +156,52 @@ def _all_on_rank_0(file: Path) -> None:
     file.write_text(json.dumps(document))
 
 
-def _without(*path: str) -> Callable[[dict], None]:
-    def damage(document: dict) -> None:
-        *above, last = path
-        for key in above:
-            document = document[key]
-        del document[last]
-
-    return damage
-
-
-def _with(value: Any, *path: Any) -> Callable[[dict], None]:
-    def damage(document: dict) -> None:
-        *above, last = path
-        for key in above:
-            document = document[key]
-        document[last] = value
-
-    return damage
-
-
 TOPOLOGY = ("inputs", "topology")
 CHOSEN = ("predicted", "chosen")
 SHARD = ("sharding", "", "t1", "shards", 0)
-DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
-    "format": (_with("other", "format"), "no dreamshard_planner plan: its 'format' is not"),
-    "newer": (_with(99, "version"), r"version 99 is newer than this package reads \(8\): upgrade the package"),
-    "older": (_with(5, "version"), r"version 5 is older than this package reads \(8\): plan and save again"),
-    "unknown entry": (_with(1, "surprise"), "unknown key 'surprise'"),
-    "a rank too high": (_with(2, *SHARD, "rank"), "'t1' has a shard on rank 2, and the topology has ranks 0 to 1"),
-    "half a table": (
-        _with([1000, 16], *SHARD, "size"),
-        "'t1': 1 table_wise shard.* do not cover its 2000 rows of dim 16",
-    ),
-    "beside the table": (_with([1, 0], *SHARD, "offset"), r"\(1, 0\) leaves its 2000 rows of dim 16"),
-    "a table less": (_without("sharding", "", "t1"), "inputs and sharding name different tables: t1"),
-    "memory of other ranks": (_with([1], *TOPOLOGY, "memory_bytes", "HBM"), "the HBM, DDR, SSD of all 2 ranks"),
-    "no sharding type": (_with("diagonal", "sharding", "", "t1", "sharding_type"), "must be one of .*, got 'diagonal'"),
+GONE = object()
+DAMAGES: dict[str, tuple[Any, tuple[str | int, ...], str]] = {
+    "format": ("other", ("format",), "no dreamshard_planner plan: its 'format' is not"),
+    "newer": (99, ("version",), r"version 99 is newer than this package reads \(8\): upgrade the package"),
+    "older": (5, ("version",), r"version 5 is older than this package reads \(8\): plan and save again"),
+    "unknown entry": (1, ("surprise",), "unknown key 'surprise'"),
+    "a rank too high": (2, (*SHARD, "rank"), "'t1' has a shard on rank 2, and the topology has ranks 0 to 1"),
+    "half a table": ([1000, 16], (*SHARD, "size"), "'t1': 1 table_wise shard.* do not cover its 2000 rows of dim 16"),
+    "beside the table": ([1, 0], (*SHARD, "offset"), r"\(1, 0\) leaves its 2000 rows of dim 16"),
+    "a table less": (GONE, ("sharding", "", "t1"), "inputs and sharding name different tables: t1"),
+    "memory of other ranks": ([1], (*TOPOLOGY, "memory_bytes", "HBM"), "the HBM, DDR, SSD of all 2 ranks"),
+    "no sharding type": ("diagonal", ("sharding", "", "t1", "sharding_type"), "must be one of .*, got 'diagonal'"),
     "row blocks of one rank": (
-        _with("row_wise", "sharding", "", "t1", "sharding_type"),
+        "row_wise",
+        ("sharding", "", "t1", "sharding_type"),
         "'t1' is row_wise on rank .: .* shard on each of 2 ranks",
     ),
-    "a bandwidth less": (_without(*TOPOLOGY, "bandwidths", "HBM"), "bandwidths must be of HBM, DDR, .*"),
-    "no dtype": (_with("float31", "inputs", "tables", "t1", "data_type"), "'float31' is no dtype of torch"),
-    "no dtype to train": (_with("int64", "inputs", "tables", "t1", "data_type"), "'int64' is no .* weights train in"),
-    "no bandwidth": (_with(0.0, *TOPOLOGY, "bandwidths", "DDR"), "bandwidths: DDR must be greater than 0 on cpu"),
-    "an infinite cost": (_with(math.inf, *CHOSEN, "collectives_ms"), "a cost of dreamshard is infinite"),
-    "no table's cost": (_with({}, "alone_ms"), "alone_ms has no table"),
-    "costs of other shards": (_with([1.0] * 9, "alone_ms", "t0"), "'t0' has 1 shards, and alone_ms of 9"),
-    "a cost of no table": (_with(1.0, "alone_ms", "t9"), "costs and sharding name different tables: t9"),
+    "a bandwidth less": (GONE, (*TOPOLOGY, "bandwidths", "HBM"), "bandwidths must be of HBM, DDR, .*"),
+    "no dtype": ("float31", ("inputs", "tables", "t1", "data_type"), "'float31' is no dtype of torch"),
+    "no dtype to train": ("int64", ("inputs", "tables", "t1", "data_type"), "'int64' is no .* weights train in"),
+    "no bandwidth": (0.0, (*TOPOLOGY, "bandwidths", "DDR"), "bandwidths: DDR must be greater than 0 on cpu"),
+    "an infinite cost": (math.inf, (*CHOSEN, "collectives_ms"), "a cost of dreamshard is infinite"),
+    "no table's cost": ({}, ("alone_ms",), "alone_ms has no table"),
+    "costs of other shards": ([1.0] * 9, ("alone_ms", "t0"), "'t0' has 1 shards, and alone_ms of 9"),
+    "a cost of no table": (1.0, ("alone_ms", "t9"), "costs and sharding name different tables: t9"),
     "a rival of other ranks": (
-        _with([1.0] * 3, "predicted", "rivals", 0, "backward_ms"),
+        [1.0] * 3,
+        ("predicted", "rivals", 0, "backward_ms"),
         "costs of 3 ranks are predicted, the topology has 2",
     ),
 }
+"""New value, or none, of an entry, and what the error says."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_with_the_entry_named(file: Path, damage: str) -> None:
-    change, words = DAMAGES[damage]
+    value, (*above, last), words = DAMAGES[damage]
     document = json.loads(file.read_text())
-    change(document)
+    holder = reduce(getitem, above, document)
+    if value is GONE:
+        del holder[last]
+    else:
+        holder[last] = value
     file.write_text(json.dumps(document))
     with pytest.raises(PlanError, match=rf"^{file}: .*{words}"):
         SavedPlan.load(file)

@@ -68,7 +68,7 @@ def test_given_components_are_used() -> None:
 def test_a_given_performance_model_decides() -> None:
     """TorchRec's, which wants the fullest rank as empty as it can be."""
     devices, model = topology(device="cuda"), collection(*(table(f"t{i}", 100_000 * (i + 1)) for i in range(6)))
-    made = planned(model, topology=devices, performance_model=NoopStorageModel(devices), effort="default")
+    made = planned(model, topology=devices, performance_model=NoopStorageModel(devices))
     theirs = EmbeddingShardingPlanner(
         topology=devices, batch_size=64, performance_model=NoopStorageModel(devices), stats=[], debug=False
     )
@@ -137,7 +137,7 @@ def test_statistics_tell_what_the_user_constrained() -> None:
 
     constraints = {"t2": ParameterConstraints(compute_kernels=["fused"])}
     devices = topology(device="cuda")
-    made = DreamShardPlanner(topology=devices, batch_size=64, stats=Told(), constraints=constraints)
+    made = planner(topology=devices, stats=Told(), constraints=constraints)
     made.plan(small_model(), SHARDERS)
     assert {name for name, constraint in told[0].items() if constraint.compute_kernels} == {"t2"}
 

@@ -126,7 +126,7 @@ def model(rows: int, tables: int = 1) -> nn.Module:
 
 def planner(statistics: TableStatistics, **arguments) -> DreamShardPlanner:
     arguments.setdefault("topology", Topology(RANKS, "cuda", hbm_cap=2**34, local_world_size=RANKS))
-    given = {"batch_size": 4096, "cost_source": "roofline", "effort": "default"}
+    given = {"batch_size": 4096, "cost_source": "roofline"}
     return small_models.planner(statistics=statistics, **given, **arguments)
 
 
