@@ -44,7 +44,7 @@ from tests.faults import ended, start, wait_for
 def _planned(planner: DreamShardPlanner, rank: Rank, sharders: Sequence[Any] = SHARDERS) -> str:
     """The plan, or the text of the error."""
     try:
-        return str(planner.collective_plan(TinyModel(rank.device), list(sharders)))
+        return str(planner.collective_plan(TinyModel(), list(sharders)))
     except (DreamShardError, OSError, PlannerError) as error:
         return str(error)
 
@@ -65,7 +65,7 @@ def no_room(rank: Rank) -> str:
     planner = DreamShardPlanner(effort="quick", topology=_topology(rank, **_room(rank, 1000)))
     gc.disable()  # what is gone then, is gone without a collection
     try:
-        planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
+        planner.collective_plan(TinyModel(), list(SHARDERS))
     except PlannerError as error:
         text, still_there = str(error), weakref.ref(error)
     # An error in a cycle keeps the process group alive until Python ends, and may abort it.
@@ -127,7 +127,7 @@ def raised(rank: Rank) -> dict[str, tuple[str, str, str | None]]:
 
         planner = DreamShardPlanner(effort="quick", topology=_topology(rank), callbacks=[fail])
         try:
-            planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
+            planner.collective_plan(TinyModel(), list(SHARDERS))
         except BaseException as error:
             found[name] = type(error).__name__, str(error), getattr(getattr(error, "error_type", None), "name", None)
         dist.barrier()
@@ -144,7 +144,7 @@ def ranks_given_other_things(rank: Rank) -> str:
 
 def in_states(rank: Rank) -> list[str]:
     """Plans made where torch's ambient state is another one, and without."""
-    planner, model = make_planner("dreamshard", rank), TinyModel(rank.device)
+    planner, model = make_planner("dreamshard", rank), TinyModel()
     plans = []
     for state in (nullcontext(), torch.device("meta"), torch.inference_mode(), FakeTensorMode()):
         with state:
@@ -211,7 +211,7 @@ def pretended_cards(rank: Rank) -> str:
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         planner = DreamShardPlanner(effort="quick", stats=[])
         _planned(planner, rank)
-    model = DistributedModelParallel(TinyModel(rank.device), device=rank.device)  # this job's own devices are CPUs
+    model = DistributedModelParallel(TinyModel(), device=rank.device)  # this job's own devices are CPUs
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     return str(planner.report()) if rank.rank == 0 else ""
 
@@ -346,7 +346,7 @@ def plan_on(rank: int, world_size: int, port: int, folder: Path) -> None:
     planner = DreamShardPlanner(topology=Topology(world_size, "cpu"), callbacks=[pause], stats=[], debug=False)
     (folder / f"ready{rank}").touch()
     try:
-        planner.collective_plan(TinyModel(torch.device("cpu")), list(SHARDERS))
+        planner.collective_plan(TinyModel(), list(SHARDERS))
         outcome = "a plan"
     except BaseException as error:
         outcome = f"{type(error).__name__}: {error}"

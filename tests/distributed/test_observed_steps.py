@@ -15,9 +15,20 @@ import torch.distributed as dist
 from logged import warned
 from mixed import Case, MixedModel, TableSpec, _steps, planner_of, sharders
 from ranks import Rank, run_on_ranks
-from replicas import TW, batches, sharded
 from tensordict import TensorDict
-from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, SHARDERS, TinyModel, batch, make_planner, shard, train
+from tiny import (
+    FEATURES,
+    LOCAL_BATCH,
+    POOLING_FACTORS,
+    SHAPES,
+    SHARDERS,
+    TinyModel,
+    batch,
+    batches,
+    make_planner,
+    shard,
+    train,
+)
 from torch import nn
 from torch.nested import nested_tensor_from_jagged
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -76,8 +87,8 @@ def _observed(rank: Rank, folder: str) -> tuple[list[float], list[float]]:
     with observe(model, path=Path(folder) / "both.json", every=1):
         train(model, rank, 3, 2 * LOCAL_BATCH)
         with torch.no_grad():  # of other samples
-            model(*batch(0, 8 * LOCAL_BATCH, 0, 4 * LOCAL_BATCH, rank.device))
-        model.eval()(*batch(0, 8 * LOCAL_BATCH, 0, 4 * LOCAL_BATCH, rank.device))
+            model(batch(0, 8 * LOCAL_BATCH, 0, 4 * LOCAL_BATCH, rank.device))
+        model.eval()(batch(0, 8 * LOCAL_BATCH, 0, 4 * LOCAL_BATCH, rank.device))
         model.train()
     with pytest.raises(StopIteration), observe(model, path=Path(folder) / "ended.json"):
         train(model, rank, 3, 2 * LOCAL_BATCH)
@@ -146,7 +157,7 @@ def _of_torchrecs_plan(rank: Rank) -> tuple[ObservedRun, ObservedRun, list[str]]
     """Predicted by a planner that has only read the model, and by one that knows none."""
     model = shard(make_planner("torchrec", rank), rank)
     reader, knows_none = make_planner("dreamshard", rank), make_planner("dreamshard", rank)
-    reader.read(TinyModel(rank.device), SHARDERS)
+    reader.read(TinyModel(), SHARDERS)
     runs = []
     with warned("observing.observer") as said:
         for planner in (reader, knows_none):
@@ -173,7 +184,7 @@ def _without_samples(rank: Rank, folder: str) -> list[str]:
         for name, trains in (("trained", True), ("called", False)):
             with observe(model, planner, Path(folder) / f"{name}.json", every=1), torch.set_grad_enabled(trains):
                 for step in range(4):
-                    loss = model(*batch(step, LOCAL_BATCH, 0, LOCAL_BATCH * (1 - rank.rank), rank.device))
+                    loss, _ = model(batch(step, LOCAL_BATCH, 0, LOCAL_BATCH * (1 - rank.rank), rank.device))
                     if trains:
                         loss.nan_to_num().backward()
     return said
@@ -183,19 +194,19 @@ def _of_a_tensor_dict(rank: Rank) -> tuple[int, int]:
     model = shard(make_planner("dreamshard", rank), rank)
     with observe(model, every=1) as seen:
         for step in range(4):
-            sparse, label_B = batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, rank.device)
+            given = batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, rank.device)
             jagged = {
                 name: nested_tensor_from_jagged(one.values(), one.offsets(), one.lengths())
-                for name, one in sparse.to_dict().items()
+                for name, one in given.sparse.to_dict().items()
             }
-            model(TensorDict(jagged), label_B).backward()
+            model(ways.Batch(TensorDict(jagged), given.label_B))[0].backward()
     ((of_rank,),) = (run.ranks for run in seen.observation().runs)
     return of_rank.steps, len(of_rank.statistics)
 
 
 def _planned_before_the_optimizer(rank: Rank) -> list[str]:
     model, planner = shard(make_planner("dreamshard", rank), rank), make_planner("dreamshard", rank)
-    tables = TinyModel(rank.device).embeddings.embedding_bag_configs()
+    tables = TinyModel().embeddings.embedding_bag_configs()
     bare = nn.ModuleDict({"embeddings": EmbeddingBagCollection(tables=tables, device=torch.device("meta"))})
     planner.collective_plan(bare, list(SHARDERS), dist.group.WORLD)
     with observe(model, planner, every=1) as seen:
@@ -248,10 +259,9 @@ def test_of_a_tensor_dict_times_alone_are_observed(found: list[dict[str, Any]]) 
 def _of_ways(rank: Rank) -> dict[str, ObservedRun]:
     found = {}
     for way in ("combined", "pipeline"):
-        training = ways.Training(SGD, way=way)
-        model = sharded(training, TW, rank)
+        model = shard(make_planner("torchrec", rank), rank)
         with observe(model) as seen:
-            ways.train(training, model, batches(rank))
+            ways.train(ways.Training(way=way), model, batches(rank, range(STEPS), 2 * LOCAL_BATCH))
         (found[way],) = seen.observation().runs
     return found
 

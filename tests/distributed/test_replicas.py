@@ -1,20 +1,36 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Replicated tables with an attached optimizer train as whole ones do, whatever a script steps."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from mixed import local_shards
 from ranks import Rank, gpu_ranks, run_on_ranks
-from replicas import DP, FEATURES, SHAPES, STEPS, TABLES, TW, Model, Trained, all_reduces, resume, sharded, train_each
+from tiny import FEATURES, SHAPES, TinyModel, batches, make_planner
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecsDistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import SGD, Adagrad
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, attach_optimizers
 from dreamshard_planner.errors import DreamShardError
-from tests.ways import Batch, Training
+from tests.ways import Batch, Training, local, states_of, train
+
+TW, DP = "table_wise", "data_parallel"
+NAMES = [f"t{index}" for index in range(len(SHAPES))]
+REPLICATED = [name for name in NAMES if name != "t1"]
+"""Tables that are replicated; one beside them is always whole."""
+STEPS = 6
+SHARES = {2: (7, 5), 4: (4, 3, 3, 2)}
+"""Samples of each rank, by the number of ranks."""
 
 RULES = {
     "sgd": (SGD, {"lr": 0.2}),
@@ -41,6 +57,69 @@ ON_FOUR = ("adagrad", "row-wise adagrad", "way: accumulation", "way: pipeline", 
 """Tried on four ranks as well."""
 
 
+@dataclass(frozen=True)
+class Trained:
+    """Results of a training."""
+
+    losses: list[float]
+    """This rank's."""
+    weights: dict[str, Tensor]
+    """Weights of the tables on this rank."""
+    states: dict[str, Tensor]
+    """States of the fused optimizer on this rank."""
+    dense: set[str]
+    """Names of the parameters that are the script's to train."""
+
+    @staticmethod
+    def of(model: TorchRecsDistributedModelParallel, losses: list[float]) -> "Trained":
+        """Return a rank's part of a model."""
+        weights = {name: part.cpu().clone() for name, _, shards in local_shards(model) for _, part in shards}
+        dense = {name for name, _ in in_backward_optimizer_filter(model.named_parameters())}
+        return Trained(losses, weights, local(states_of(model)), dense)
+
+
+def tiny_model(training: Training) -> TinyModel:
+    return TinyModel(training.optimizer, training.arguments, mean=6)
+
+
+def sharded(training: Training, kind: str, rank: Rank) -> TorchRecsDistributedModelParallel:
+    """On a plan with the tables of this kind."""
+    constraints = {
+        name: ParameterConstraints(
+            sharding_types=[kind if name in REPLICATED else TW], compute_kernels=["fused", "dense"]
+        )
+        for name in NAMES
+    }
+    planner, model = make_planner("torchrec", rank, constraints=constraints, stats=[]), tiny_model(training)
+    if not training.torchrecs_class:
+        return DistributedModelParallel(model, device=rank.device, planner=planner)
+    made = TorchRecsDistributedModelParallel(model, device=rank.device, plan=planner.collective_plan(model))
+    attach_optimizers(made)
+    return made
+
+
+def given(training: Training, rank: Rank, steps: range = range(STEPS)) -> Iterator[Batch]:
+    """Shares of unequal size, where there are so many ranks."""
+    shares = SHARES.get(rank.world_size, [3] * rank.world_size)
+    for batch in batches(rank, steps, sum(shares), shares):
+        if training.way == "ids without rows":
+            ids = batch.sparse.values().clone()
+            ids[::5], ids[1::7] = 10**6, -3
+            batch.sparse = KeyedJaggedTensor(list(FEATURES), ids, lengths=batch.sparse.lengths())
+        yield batch
+
+
+def train_each(rank: Rank, trainings: Mapping[str, Training]) -> dict[str, dict[str, Trained]]:
+    """Every training under whole and replicated tables."""
+    results: dict[str, dict[str, Trained]] = {}
+    for name, training in trainings.items():
+        for kind in (TW, DP):
+            model = sharded(training, kind, rank)
+            losses = train(training, model, given(training, rank))
+            results.setdefault(name, {})[kind] = Trained.of(model, losses)
+    return results
+
+
 @pytest.fixture(scope="module", params=[2, 4, pytest.param("GPUs", marks=pytest.mark.gpu)])
 def trained(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Trained]]]:
     """By rank, training and sharding type."""
@@ -64,12 +143,12 @@ def test_replicas_train_as_whole_tables(trained: list[dict[str, dict[str, Traine
         whole, replicated = of_all_ranks(trained, name, TW), of_all_ranks(trained, name, DP)
         assert len(whole.losses) == STEPS * len(trained), name
         assert replicated.losses == pytest.approx(whole.losses, rel=1e-5), name
-        assert whole.weights.keys() == replicated.weights.keys() == SHAPES.keys()
+        assert whole.weights.keys() == replicated.weights.keys() == set(NAMES)
         named = partial("{}: {}".format, name)
         for table, weight in whole.weights.items():
             torch.testing.assert_close(replicated.weights[table], weight, rtol=1e-5, atol=1e-6, msg=named)
         for of_rank in trained:
-            for table in TABLES:
+            for table in REPLICATED:
                 assert torch.equal(of_rank[name][DP].weights[table], replicated.weights[table]), (name, table)
             # Tables are not the script's to train.
             assert of_rank[name][DP].dense == of_rank[name][TW].dense == {"top.weight", "top.bias"}, name
@@ -78,10 +157,37 @@ def test_replicas_train_as_whole_tables(trained: list[dict[str, dict[str, Traine
             assert ("sgd" in name) == (not whole.states), name
 
 
+def _resumed(rank: Rank, first: str, folder: str) -> tuple[Trained, Trained]:
+    """Replicated throughout; and saved under ``first`` half way, loaded into replicas that knew nothing of it."""
+    training, halves = TRAININGS["row-wise adagrad"], (range(STEPS // 2), range(STEPS // 2, STEPS))
+    through, before, after = (sharded(training, kind, rank) for kind in (DP, first, DP))
+    losses = train(training, through, given(training, rank))
+    half = train(training, before, given(training, rank, halves[0]))
+    saved, loaded = (
+        {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()} for model in (before, after)
+    )
+    dcp.save(saved, checkpoint_id=folder)
+    dcp.load(loaded, checkpoint_id=folder)
+    after.load_state_dict(loaded["model"])
+    after.fused_optimizer.load_state_dict(loaded["optimizer"])
+    half += train(training, after, given(training, rank, halves[1]))
+    return Trained.of(through, losses), Trained.of(after, half)
+
+
+def _all_reduces(rank: Rank) -> int:
+    """Return how many a step takes with replicas, after DDP's first steps."""
+    training = TRAININGS["sgd"]
+    model = sharded(training, DP, rank)
+    train(training, model, given(training, rank, range(2)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train(training, model, given(training, rank, range(2, 3)))
+    return sum(event.name == "gloo:all_reduce" for event in profiler.events())
+
+
 def _planned_replicas(rank: Rank) -> tuple[set[str], list[str]]:
     planner = DreamShardPlanner(sharding_types=[DP], stats=[], debug=False)
-    model = DistributedModelParallel(Model(TRAININGS["sgd"]), device=rank.device, planner=planner)
-    kinds = {tables.sharding_type for tables in model.plan.plan["bags"].values()}
+    model = DistributedModelParallel(tiny_model(TRAININGS["sgd"]), device=rank.device, planner=planner)
+    kinds = {tables.sharding_type for tables in model.plan.plan["embeddings"].values()}
     return kinds, sorted(model.fused_optimizer.params)
 
 
@@ -91,11 +197,11 @@ def _batches_of_several_sizes(rank: Rank) -> str:
     lengths = torch.ones(sum(count for (count,) in counts), dtype=torch.int64)
     ids = torch.zeros(len(lengths), dtype=torch.int64)
     sparse = KeyedJaggedTensor(
-        FEATURES,
+        list(FEATURES),
         ids,
         lengths=lengths,
         stride_per_key_per_rank=counts,
-        inverse_indices=(FEATURES, torch.zeros(len(FEATURES), 8, dtype=torch.int64)),
+        inverse_indices=(list(FEATURES), torch.zeros(len(FEATURES), 8, dtype=torch.int64)),
     )
     with pytest.raises(DreamShardError) as error:
         model(Batch(sparse, torch.zeros(8)))
@@ -104,10 +210,9 @@ def _batches_of_several_sizes(rank: Rank) -> str:
 
 def _job(rank: Rank, folder: str) -> dict[str, Any]:
     """All that two ranks are asked beside whole trainings."""
-    training = TRAININGS["row-wise adagrad"]
     return {
-        "resumed": [resume(rank, training, first, f"{folder}/{first}") for first in (DP, TW)],
-        "all reduces": all_reduces(rank, TRAININGS["sgd"]),
+        "resumed": [_resumed(rank, first, f"{folder}/{first}") for first in (DP, TW)],
+        "all reduces": _all_reduces(rank),
         "planned": _planned_replicas(rank),
         "refused": _batches_of_several_sizes(rank),
     }
@@ -134,9 +239,9 @@ def test_gradients_are_reduced_once(found: list[dict[str, Any]]) -> None:
 
 def test_our_class_opens_data_parallel(found: list[dict[str, Any]]) -> None:
     for kinds, parameters in (of_rank["planned"] for of_rank in found):
-        assert kinds == {DP} and parameters == sorted(f"bags.embedding_bags.{name}.weight" for name in SHAPES)
+        assert kinds == {DP} and parameters == [f"embeddings.embedding_bags.{name}.weight" for name in NAMES]
 
 
 def test_replicas_refuse_batches_whose_size_varies_by_feature(found: list[dict[str, Any]]) -> None:
     for text in (of_rank["refused"] for of_rank in found):
-        assert all(name in text for name in (*TABLES, "data_parallel", "batch_sizes")), text
+        assert all(name in text for name in (*REPLICATED, "data_parallel", "batch_sizes")), text

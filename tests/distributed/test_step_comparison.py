@@ -17,6 +17,7 @@ from dlrm.job import EveryTypeSharder
 from dreamshard_planner import DistributedModelParallel, ObservationError, StepComparison, compare_steps
 from dreamshard_planner.observing.observer import END_DEFAULT
 from dreamshard_planner.observing.step_comparison import ratio_interval
+from tests.ways import Batch
 
 KINDS = ("table_wise", "row_wise", "data_parallel")
 ROUNDS, COPIES = 3, 2
@@ -31,14 +32,14 @@ def _compared(rank: Rank) -> tuple[StepComparison, dict[str, list[list[float]]],
         constraints = {name: ParameterConstraints([own]) for name, own in kinds.items()}
         planner = make_planner("torchrec", rank, constraints=constraints)
         sharders = [EveryTypeSharder()]
-        model = DistributedModelParallel(TinyModel(rank.device), device=rank.device, planner=planner, sharders=sharders)
+        model = DistributedModelParallel(TinyModel(), device=rank.device, planner=planner, sharders=sharders)
         optimizer = torch.optim.SGD(model.module.top.parameters(), lr=0.1)
         own: list[float] = []
         losses[kind].append(own)
 
         def step(batches: Iterator[Any]) -> None:
             optimizer.zero_grad()
-            loss = model(*next(batches))
+            loss, _ = model(next(batches))
             loss.backward()
             optimizer.step()
             own.append(loss.item())
@@ -67,9 +68,9 @@ def _compared(rank: Rank) -> tuple[StepComparison, dict[str, list[list[float]]],
     return compared, measured, turns
 
 
-def _of_inner(model: DistributedModelParallel, _: Any, given: tuple[Any, ...]) -> tuple[nn.Module, Any]:
+def _of_inner(model: DistributedModelParallel, _: Any, given: Batch) -> tuple[nn.Module, Any]:
     """A step that calls another module than the observed one."""
-    return model, lambda _: model.module(*given).backward()
+    return model, lambda _: model.module(given)[0].backward()
 
 
 def test_plans_train_alike_in_turns_and_their_work_is_told() -> None:

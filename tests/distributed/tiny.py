@@ -1,28 +1,28 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A small model with embedding tables of several sizes, its data, and its training, for tests on several ranks.
 
-Shape letters: B batch (a rank's share), E all embedding dims, F features x B.
+Shape letters: B batch (a rank's share), L lookups.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from ranks import Rank
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from tests import ways
+from tests.ways import Batch, TopLayer, Training
 
 SHARDERS = (EmbeddingBagCollectionSharder(),)
 LOCAL_BATCH = 16
@@ -42,11 +42,15 @@ def _fill(weight: Tensor, seed: int) -> None:
     weight.uniform_(-0.1, 0.1, generator=torch.Generator(weight.device).manual_seed(seed))
 
 
-class TinyModel(nn.Module):
-    """Embeddings of all features into one linear layer; returns the loss of a batch."""
+class TinyModel(TopLayer):
+    """Embeddings of all features into one linear layer; ``mean``: a table whose lookups are averaged."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad,
+        arguments: Mapping[str, Any] = {"lr": 0.05},
+        mean: int | None = None,
+    ) -> None:
         configs = [
             EmbeddingBagConfig(
                 name=f"t{index}",
@@ -54,23 +58,21 @@ class TinyModel(nn.Module):
                 embedding_dim=dim,
                 feature_names=_features(index),
                 init_fn=partial(_fill, seed=index),
+                pooling=PoolingType.MEAN if index == mean else PoolingType.SUM,
             )
             for index, (rows, dim) in enumerate(SHAPES)
         ]
+        super().__init__(sum(config.embedding_dim * len(config.feature_names) for config in configs))
         self.embeddings = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-        width = sum(config.embedding_dim * len(config.feature_names) for config in configs)
-        self.top = nn.Linear(width, 1, device=device)
-        _fill(self.top.weight, seed=100)
-        _fill(self.top.bias, seed=101)
-        apply_optimizer_in_backward(RowWiseAdagrad, self.embeddings.parameters(), {"lr": 0.05})
+        apply_optimizer_in_backward(optimizer, self.embeddings.parameters(), dict(arguments))
 
-    def forward(self, sparse: KeyedJaggedTensor, labels_B: Tensor) -> Tensor:
-        pooled = self.embeddings(sparse)
-        pooled_BE = torch.cat([pooled[name] for name in FEATURES], dim=1)  # the columns' order depends on the plan
-        return nn.functional.binary_cross_entropy_with_logits(self.top(pooled_BE).squeeze(1), labels_B)
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        pooled = self.embeddings(batch.sparse)
+        # The columns' order depends on the plan.
+        return self.loss_and_logits([pooled[name] for name in FEATURES], batch.label_B)
 
 
-def batch(step: int, samples: int, first: int, count: int, device: torch.device) -> tuple[KeyedJaggedTensor, Tensor]:
+def batch(step: int, samples: int, first: int, count: int, device: torch.device) -> Batch:
     """Samples ``first`` to ``first + count`` of the global batch of one step."""
     generator = torch.Generator().manual_seed(step)
     indices, lengths = [], []
@@ -81,7 +83,15 @@ def batch(step: int, samples: int, first: int, count: int, device: torch.device)
         lengths.append(torch.full((count,), pooling_factor, dtype=torch.int32))
     labels_B = torch.randint(2, (samples,), generator=generator).float()[first : first + count]
     sparse = KeyedJaggedTensor(list(FEATURES), torch.cat(indices), lengths=torch.cat(lengths))
-    return sparse.to(device), labels_B.to(device)
+    return Batch(sparse, labels_B).to(device)
+
+
+def batches(rank: Rank, steps: range, samples: int, shares: Sequence[int] = ()) -> Iterator[Batch]:
+    """This rank's shares of global batches of ``samples`` samples; four batches go round. Shares are equal, or of so
+    many samples by rank."""
+    shares = shares or [samples // rank.world_size] * rank.world_size
+    for step in steps:
+        yield batch(step % 4, samples, sum(shares[: rank.rank]), shares[rank.rank], rank.device)
 
 
 def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPlanner:
@@ -102,7 +112,7 @@ def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPl
         **arguments,
     }
     if name == "dreamshard":
-        batches = [batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, torch.device("cpu"))[0] for step in range(3)]
+        batches = [batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, torch.device("cpu")).sparse for step in range(3)]
         return DreamShardPlanner(**common, statistics=TableStatistics.from_batches(batches), effort="quick")
     return EmbeddingShardingPlanner(**common)
 
@@ -110,24 +120,12 @@ def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPl
 def shard(planner: EmbeddingShardingPlanner, rank: Rank, **arguments: Any) -> DistributedModelParallel:
     """The tiny model on the planner's plan."""
     return DistributedModelParallel(
-        TinyModel(rank.device), device=rank.device, sharders=copy.copy(list(SHARDERS)), planner=planner, **arguments
+        TinyModel(), device=rank.device, sharders=copy.copy(list(SHARDERS)), planner=planner, **arguments
     )
 
 
 def train(
     model: DistributedModelParallel, rank: Rank, steps: int, samples: int, shares: Sequence[int] = ()
 ) -> list[float]:
-    """Losses of this rank's shares of global batches of ``samples`` samples; four batches go round. Shares are equal,
-    or of so many samples by rank."""
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
-    optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
-    shares = shares or [samples // rank.world_size] * rank.world_size
-    first, count, losses = sum(shares[: rank.rank]), shares[rank.rank], []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(*batch(step % 4, samples, first, count, rank.device))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    """Losses of this rank's shares, see :func:`batches`."""
+    return ways.train(Training(), model, batches(rank, range(steps), samples, shares))
