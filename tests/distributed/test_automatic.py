@@ -24,13 +24,13 @@ from test_observed_steps import _hooks
 from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, make_planner, shard, train
 from torch.multiprocessing import ProcessExitedException
 
-from dreamshard_planner import DreamShardPlanner, Observation, observe
+from dreamshard_planner import DreamShardPlanner, Observation, background, observe
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing import automatic
 from dreamshard_planner.observing.observer import END_DEFAULT
-from tests.faults import wait_for
+from tests.faults import ended, start, wait_for
 
 STEPS = 24
 TRAINED = automatic.WARM_UP_STEPS + STEPS + 3
@@ -241,13 +241,18 @@ def _killed(rank: Rank, home: str) -> None:
     _written()
 
 
-def test_the_process_that_learns_leaves_the_processor_to_the_training() -> None:
+def _lowered(told: Path) -> None:
+    os.setsid()  # as the process that learns is started
+    background.lower_priority()
+    group = Path("/proc/self/autogroup")
+    told.write_text(f"{os.nice(0)}\n{group.read_text() if os.access(group, os.W_OK) else ''}")
+
+
+def test_the_process_that_learns_leaves_the_processor_to_the_training(tmp_path: Path) -> None:
     """Its own session has its own share of the processor where Linux groups by session; nice counts within it alone."""
-    script = "import os; from dreamshard_planner import background as b; b.lower_priority(); print(os.nice(0)); "
-    script += "path = b.Path('/proc/self/autogroup'); print(path.read_text() if os.access(path, os.W_OK) else '')"
-    ended = subprocess.run([sys.executable, "-c", script], start_new_session=True, capture_output=True, text=True)
-    nice, _, group = ended.stdout.strip().partition("\n")
-    assert nice == "19" and (not group or group.endswith("nice 19")), ended
+    assert ended(start(_lowered, tmp_path / "told")) == [0]
+    nice, _, group = (tmp_path / "told").read_text().strip().partition("\n")
+    assert nice == "19" and (not group or group.endswith("nice 19")), group
 
 
 def test_a_killed_rank_leaves_the_others_files_whole(tmp_path: Path) -> None:
