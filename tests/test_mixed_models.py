@@ -39,7 +39,7 @@ def test_random_mixed_models(seeds: range) -> None:
     planned = 0
     for seed in seeds:
         case = mixed_case(seed)
-        planner = case.planner(seed=seed, effort="quick" if seed % 2 else "default")
+        planner = case.planner(seed=seed, effort="quick" if seed % BLOCK else "default")
         try:
             plan = planner.plan(case.model, case.sharders)
         except PlannerError as error:

@@ -343,7 +343,7 @@ def plan_on(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
-    planner = DreamShardPlanner(topology=Topology(world_size, "cpu"), callbacks=[pause], stats=[], debug=False)
+    planner = DreamShardPlanner(topology=Topology(world_size, "cpu"), callbacks=[pause], stats=[], effort="quick")
     (folder / f"ready{rank}").touch()
     try:
         planner.collective_plan(TinyModel(), list(SHARDERS))

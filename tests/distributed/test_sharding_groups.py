@@ -232,7 +232,7 @@ def test_the_ranks_of_a_host_that_dmp_collection_needs_are_told() -> None:
             topology=Topology(8, "cuda", local_world_size=4),
             batch_size=512,
             constraints={f"t{i}": ParameterConstraints(sharding_types=[kind]) for i in range(4)},
-            debug=False,
+            effort="quick",
             sharding_groups=ShardingGroups(size=4),
         )
         planner.plan(Model("meta"), get_default_sharders())
@@ -274,7 +274,7 @@ def test_ranks_of_a_group_by_host_and_the_links_of_replicas(
 def test_averaging_is_part_of_the_cost_and_weighs_less_the_rarer_it_is() -> None:
     def planner(**groups: int) -> DreamShardPlanner:
         made = DreamShardPlanner(
-            topology=Topology(8, "cuda"), batch_size=512, sharding_groups=ShardingGroups(**groups), debug=False
+            topology=Topology(8, "cuda"), batch_size=512, sharding_groups=ShardingGroups(**groups), effort="quick"
         )
         made.plan(Model("meta"), get_default_sharders())
         return made

@@ -27,6 +27,7 @@ def _statistics(exponent: float) -> TableStatistics:
     return TableStatistics.from_batches(zipf_batches(exponent, ROWS, SAMPLES, LOOKUPS, 10))
 
 
+@cache
 def _planned(exponent: float | None, dedup: bool = False, **settings: Any) -> tuple[ShardingPlan, DreamShardPlanner]:
     settings = {"hot_rows_bytes": BUDGET_BYTES, **settings}
     planner = DreamShardPlanner(
