@@ -81,44 +81,34 @@ def test_every_sharding_type_to_every_other(was: int, now: int, tmp_path: Path, 
             check(after, turned(turn, optimizer, now), before, turned(0, optimizer, was))
 
 
-def _attached_and_not(rank: Rank, folder: Path) -> dict[str, list[Result]]:
-    """From attached replicas to other shardings, and to replicas that the script's own optimizer trains."""
-    results = {}
-    for optimizer in ("adagrad", "row_wise_adagrad"):
-        results[optimizer] = [train_and_save(rank, turned(0, optimizer, attached=True), folder / optimizer, False)]
-        for turn, attached in ((4, True), (0, False)):
-            moving = turned(turn, optimizer, attached=attached)
-            results[optimizer].append(load_and_train(rank, moving, folder / optimizer))
+ATTACHED, DTENSORS = {"attached": True}, {"dtensors": True}
+SETTINGS: tuple[tuple[str, dict[str, bool], tuple[tuple[int, dict[str, bool]], ...]], ...] = (
+    ("adagrad", ATTACHED, ((4, ATTACHED), (0, {}))),
+    ("row_wise_adagrad", ATTACHED, ((4, ATTACHED), (0, {}))),
+    ("row_wise_adagrad", DTENSORS, ((2, DTENSORS), (5, {}))),
+    ("row_wise_adagrad", {}, ((1, DTENSORS),)),
+)
+"""Optimizer and settings of jobs that save, with turns and settings of those that load."""
+
+
+def _settings(rank: Rank, folder: Path) -> list[list[Result]]:
+    """By job that saves: its training, and those that were moved."""
+    results = []
+    for number, (optimizer, before, others) in enumerate(SETTINGS):
+        moving, path = turned(0, optimizer, **before), folder / str(number)
+        weights = Job(moving, rank).model.state_dict()["bags.embedding_bags.bag0.weight"]
+        assert isinstance(weights, DTensor) == moving.dtensors
+        results.append([train_and_save(rank, moving, path, plain=moving.dtensors)])
+        results[-1] += [load_and_train(rank, turned(turn, optimizer, **after), path) for turn, after in others]
     return results
 
 
-def test_replicas_with_attached_optimizers_move_like_all_else(tmp_path: Path) -> None:
-    for optimizer, (unmoved, *moved) in run_on_ranks(_attached_and_not, tmp_path, world_size=2)[0].items():
-        for turn, result in zip((4, 0), moved, strict=True):
+def test_attached_replicas_and_dtensors_move_like_all_else(tmp_path: Path) -> None:
+    """Also from one to the other: to replicas that the script's own optimizer trains, and to sharded tensors."""
+    results = run_on_ranks(_settings, tmp_path, world_size=2)[0]
+    for (optimizer, _, others), (unmoved, *moved) in zip(SETTINGS, results, strict=True):
+        for (turn, _), result in zip(others, moved, strict=True):
             check(result, turned(turn, optimizer), unmoved, turned(0, optimizer))
-
-
-DTENSORS = ((True, 2, True), (True, 5, False), (False, 1, True))
-"""DTensors are saved, turn to move to, DTensors are loaded."""
-
-
-def _dtensors(rank: Rank, folder: Path) -> list[tuple[Result, Result]]:
-    """Trainings that were moved, and the same without."""
-    unmoved = {}
-    for saved in (True, False):
-        moving = turned(0, "row_wise_adagrad", dtensors=saved)
-        assert isinstance(Job(moving, rank).model.state_dict()["bags.embedding_bags.bag0.weight"], DTensor) is saved
-        unmoved[saved] = train_and_save(rank, moving, folder / str(saved), plain=saved)
-    return [
-        (load_and_train(rank, turned(turn, "row_wise_adagrad", dtensors=here), folder / str(saved)), unmoved[saved])
-        for saved, turn, here in DTENSORS
-    ]
-
-
-def test_dtensors_move_like_sharded_tensors(tmp_path: Path) -> None:
-    results = run_on_ranks(_dtensors, tmp_path, world_size=2)[0]
-    for (_, turn, _), (moved, unmoved) in zip(DTENSORS, results, strict=True):
-        check(moved, turned(turn, "row_wise_adagrad"), unmoved, turned(0, "row_wise_adagrad"))
 
 
 def _refused(state: dict[str, Any], folder: Path) -> str:

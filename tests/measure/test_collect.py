@@ -17,11 +17,11 @@ from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, GroupMix,
 from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
 
-FEW_TABLES = [
+WHOLE = [
     Table(f"t{i}", rows=100 * (i + 1), dim=(8, 16, 32)[i % 3], features=(FeatureStatistics(float(i % 7)),))
     for i in range(60)
 ]
-SMALL_SETS = draw_sets(FEW_TABLES, 12, seed=1, batch_sizes=(4, 8), max_tables=5)
+SMALL_SETS = draw_sets(WHOLE, 12, seed=1, batch_sizes=(4, 8), max_tables=5)
 
 
 def run(sets: list, path: Path, **options) -> CostDataset:
@@ -82,10 +82,6 @@ def test_a_folder_has_one_collection_at_a_time_and_one_seed(tmp_path: Path) -> N
 TABLES = [
     Table(f"t{i}", rows=1000 * (i + 1), dim=(4, 8, 64, 256)[i % 4], features=(FeatureStatistics(float(i % 9)),))
     for i in range(40)
-]
-WHOLE = [
-    Table(f"t{i}", rows=100 * (i + 1), dim=(8, 16, 32)[i % 3], features=(FeatureStatistics(float(i % 7)),))
-    for i in range(60)
 ]
 OF_NAME = {table.name: table for table in TABLES}
 
