@@ -145,6 +145,11 @@ def local(values: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+def saved_state(model: DistributedModelParallel) -> dict[str, Any]:
+    """Return the states of a model and its fused optimizer, as scripts save them."""
+    return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+
+
 def states_of(model: DistributedModelParallel) -> dict[str, Any]:
     """States of the fused optimizer, by parameter and name."""
     states = model.fused_optimizer.state_dict()["state"]

@@ -35,6 +35,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dreamshard_planner import CheckpointError, SavedPlan, load_across_plans, save_across_plans
 from dreamshard_planner.across_plans.reading import describe
 from tests.distributed.ranks import Rank, run_on_ranks
+from tests.ways import saved_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -177,7 +178,7 @@ def sharded(rank: Rank, whole: bool) -> tuple[DistributedModelParallel, dict[str
         )
     }
     made = DistributedModelParallel(model, device=rank.device, plan=ShardingPlan(plan), sharders=list(SHARDERS))
-    return made, {"model": made.state_dict(), "optimizer": made.fused_optimizer.state_dict()}
+    return made, saved_state(made)
 
 
 def outputs_ND(model: DistributedModelParallel) -> list[Tensor]:

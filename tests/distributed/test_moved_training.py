@@ -26,6 +26,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from dlrm.job import EveryTypeSharder
 from dreamshard_planner import CheckpointError, DreamShardPlanner, load_across_plans
+from tests.ways import saved_state
 
 DIM = 16
 POOLED = (
@@ -151,7 +152,7 @@ def _under_our_plan(rank: Rank, folder: Path) -> tuple[dict[str, str], list[Any]
     sharder = EveryTypeSharder()
     plan = planner.collective_plan(plain_job.unsharded(), [sharder], dist.group.WORLD)
     model = DistributedModelParallel(plain_job.unsharded(), device=rank.device, plan=plan, sharders=[sharder])
-    state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    state = saved_state(model)
     load_across_plans(state, folder)
     states = [(key, value) for key, of_table in state["optimizer"]["state"].items() for value in of_table.values()]
     weights, sums = (

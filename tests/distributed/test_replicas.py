@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, attach_optimizers
 from dreamshard_planner.errors import DreamShardError
-from tests.ways import Batch, Training, local, states_of, train
+from tests.ways import Batch, Training, local, saved_state, states_of, train
 
 TW, DP = "table_wise", "data_parallel"
 NAMES = [f"t{index}" for index in range(len(SHAPES))]
@@ -163,11 +163,8 @@ def _resumed(rank: Rank, first: str, folder: str) -> tuple[Trained, Trained]:
     through, before, after = (sharded(training, kind, rank) for kind in (DP, first, DP))
     losses = train(training, through, given(training, rank))
     half = train(training, before, given(training, rank, halves[0]))
-    saved, loaded = (
-        {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()} for model in (before, after)
-    )
-    dcp.save(saved, checkpoint_id=folder)
-    dcp.load(loaded, checkpoint_id=folder)
+    dcp.save(saved_state(before), checkpoint_id=folder)
+    dcp.load(loaded := saved_state(after), checkpoint_id=folder)
     after.load_state_dict(loaded["model"])
     after.fused_optimizer.load_state_dict(loaded["optimizer"])
     half += train(training, after, given(training, rank, halves[1]))

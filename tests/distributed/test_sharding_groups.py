@@ -45,6 +45,7 @@ from dreamshard_planner import (
 )
 from dreamshard_planner.planning.ranks import check_ranks
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW
+from tests.ways import saved_state
 
 TYPES = {"t0": TW, "t1": RW, "t2": CW, "t3": TW}
 CONSTRAINTS = {name: ParameterConstraints(sharding_types=[kind], min_partition=32) for name, kind in TYPES.items()}
@@ -124,7 +125,7 @@ def _batch(rank: Rank) -> KeyedJaggedTensor:
 
 def _moves(sharded: nn.Module, folder: Path) -> bool:
     """Return True if a checkpoint loads on its ranks, and whole without ranks: weights and states."""
-    state = {"model": sharded.state_dict(), "optimizer": sharded.fused_optimizer.state_dict()}
+    state = saved_state(sharded)
     values = [
         *state["model"].values(),
         *(v for of_table in state["optimizer"]["state"].values() for v in of_table.values()),

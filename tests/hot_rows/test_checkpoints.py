@@ -2,19 +2,17 @@
 """Checkpoints know nothing of hot rows: any hot set, or none, loads what any other saved."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import load_across_plans, save_across_plans
 from tests.distributed.ranks import Rank, run_on_ranks
 from tests.hot_rows.training import HOT, STEPS, batches, evaluate, sharded
-from tests.ways import Training, train
+from tests.ways import Training, saved_state, train
 
 TRAINING = Training(RowWiseAdagrad, {"lr": 0.1, "eps": 1e-3})
 DRIFTED = {"ec.goods": torch.tensor([1, 5, 50, 96]), "ec.shops": torch.tensor([0, 39])}
@@ -24,10 +22,6 @@ MOVES: dict[str, tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]] = {
 }  # fmt: skip
 
 
-def _state(model: DistributedModelParallel) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
-
-
 def _resume(rank: Rank, folder: str) -> dict[str, tuple[list[float], list[float]]]:
     """Losses and logits of a whole run, and of runs that went on under another hot set."""
     through = sharded(TRAINING, rank, None)
@@ -35,9 +29,9 @@ def _resume(rank: Rank, folder: str) -> dict[str, tuple[list[float], list[float]
     for name, (first, then) in MOVES.items():
         before, after = sharded(TRAINING, rank, first), sharded(TRAINING, rank, then)
         losses = train(TRAINING, before, batches(rank, 0, STEPS // 2))
-        save_across_plans(_state(before), f"{folder}/{name}")
+        save_across_plans(saved_state(before), f"{folder}/{name}")
         train(TRAINING, after, batches(rank, 30, 1))  # what is loaded replaces hot rows in use
-        load_across_plans(_state(after), f"{folder}/{name}")
+        load_across_plans(saved_state(after), f"{folder}/{name}")
         losses += train(TRAINING, after, batches(rank, STEPS // 2, STEPS // 2))
         found[name] = losses, evaluate(after, rank)
     return found
@@ -56,7 +50,7 @@ def _save(rank: Rank, folder: str) -> None:
     for name, hot in (("whole", None), ("hot", HOT)):
         model = sharded(TRAINING, rank, hot)
         train(TRAINING, model, batches(rank, 0, STEPS // 2))
-        save_across_plans(_state(model), f"{folder}/{name}")
+        save_across_plans(saved_state(model), f"{folder}/{name}")
 
 
 def _load(rank: Rank, folder: str) -> list[tuple[list[float], list[float]]]:
@@ -64,7 +58,7 @@ def _load(rank: Rank, folder: str) -> list[tuple[list[float], list[float]]]:
     found = []
     for name, hot in (("whole", None), ("hot", DRIFTED)):
         model = sharded(TRAINING, rank, hot)
-        load_across_plans(_state(model), f"{folder}/{name}")
+        load_across_plans(saved_state(model), f"{folder}/{name}")
         found.append((train(TRAINING, model, batches(rank, STEPS // 2, STEPS // 2)), evaluate(model, rank)))
     return found
 

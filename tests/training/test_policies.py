@@ -45,7 +45,7 @@ def test_shipped_network_beats_the_additive_baseline(measured) -> None:
 def test_shipped_policy_alone_beats_every_rule_on_unseen_tasks(device: str) -> None:
     """One greedy roll-out, no search; geometric mean of predicted costs over tasks of held-out tables."""
     _, test_tables = pool_tables(CONFIG.pools)
-    config = replace(CONFIG, device=device, validation_tasks=12, task_tables=(8, 40), task_ranks=(2, 4, 8), seed=1000)
+    config = replace(CONFIG, device=device, validation_tasks=8, task_tables=(8, 40), task_ranks=(2, 4, 8), seed=1000)
     judged = validate_policy(resolve("auto", device), test_tables, config)
     assert all(ratio < 1 for ratio in judged["policy_over_rule"].values()), judged
     assert judged["infeasible"]["policy"] <= 3  # tasks that are short of memory
@@ -66,11 +66,16 @@ def test_reinforce_improves_on_unseen_tasks() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_proposed_sets_are_what_the_policy_puts_together(device: str) -> None:
+def test_tasks_offer_all_types_and_proposed_sets_are_what_the_policy_puts_together(device: str) -> None:
     tables, _ = pool_tables(CONFIG.pools)
     checkpoint = Checkpoint(prior_policy(), None, {"hardware": {}})
     tasks = drawn_tasks(checkpoint, tables, 8, replace(QUICK, device=device, batch_sizes=None), seed=0)
     assert {task.task.num_tables for task in tasks} <= {*range(8, 13)}
+    if device == "cuda":
+        problems = [task.task.problem for task in tasks]
+        offered = [{option.sharding_type for option in options} for problem in problems for options in problem.tables]
+        assert all(types > {TW} for types in offered)
+        assert len({int(problem.limits_DM[0, 0]) for problem in problems}) > 2  # some are short of memory
     sets = proposed_sets(checkpoint.policy, tasks, 60, seed=0, device=device)
     known = [{replace(workload, optimizer="sgd") for workload in task.read.workload_P} for task in tasks]
     optimizers = [{workload.optimizer for workload in chosen} for chosen in sets]
@@ -80,11 +85,3 @@ def test_proposed_sets_are_what_the_policy_puts_together(device: str) -> None:
     assert all({workload.memory for workload in chosen} == {"device"} for chosen in sets)
     batch_sizes = {workload.batch_size for chosen in sets for workload in chosen}
     assert batch_sizes <= set(BATCH_SIZES[device])  # the cost network knows them
-
-
-def test_tasks_offer_all_types_and_some_are_short_of_memory() -> None:
-    tables, _ = pool_tables(CONFIG.pools)
-    checkpoint = Checkpoint(prior_policy(), None, {"hardware": {}})
-    tasks = [drawn.task for drawn in drawn_tasks(checkpoint, tables, 12, replace(QUICK, device="cuda"), seed=0)]
-    assert all({option.sharding_type for option in options} > {TW} for task in tasks for options in task.problem.tables)
-    assert len({int(task.problem.limits_DM[0, 0]) for task in tasks}) > 2
