@@ -245,6 +245,9 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
     seen = Observation(describe_hardware("cpu", 1), (with_lookups(0), with_lookups(1)))
     seen.save(tmp_path / "seen.json")
     seen = Observation.load(tmp_path / "seen.json")
+    alone = replace(seen, runs=seen.runs[:1])
+    made = learn(resolve("roofline", "cpu"), alone, tmp_path / "alone.safetensors", force=True)
+    assert made.metadata["collectives"] is None  # no other run confirms it
     cpu = topology(2)
     for name, prior in (("roofline", resolve("roofline", "cpu")), ("measured", without_lookups())):
         made = learn(prior, seen, tmp_path / f"{name}.safetensors")
