@@ -15,16 +15,22 @@ from dreamshard_planner.training import TrainingConfig, pool_tables
 from paper.results import by_kind, compared, pooled, strongest_rule
 from paper.training import Setting, halves
 from paper_experiment import main
-from placements.contests import Contest, draw_contests
+from placements.contests import POOLS, Contest, draw_contests
 from placements.placers import Field
 
 FIELD = Field()
-CONTESTS = draw_contests(3, seed=4, batch_size=128)  # one of each pool, the second with tight memory
 
 
-@pytest.mark.parametrize("contest", CONTESTS, ids=lambda contest: contest.pool)
+@pytest.fixture(scope="module")
+def contests() -> list[Contest]:
+    """One of each pool, the second with tight memory."""
+    return draw_contests(3, seed=4, batch_size=128)
+
+
+@pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", list(FIELD.placers))
-def test_contract(name: str, contest: Contest) -> None:
+def test_contract(name: str, pool: str, contests: list[Contest]) -> None:
+    contest = contests[POOLS.index(pool)]
     problem = contest.task.problem
     plan = FIELD.placers[name](contest)
     if plan is None:
@@ -33,13 +39,13 @@ def test_contract(name: str, contest: Contest) -> None:
     assert plan.shape == (problem.num_parts,) and plan.dtype == torch.int64
     assert 0 <= plan.min() and plan.max() < problem.num_ranks
     assert bool(problem.fits(plan[None])[0])
-    assert contest is not CONTESTS[2] or torch.equal(plan, FIELD.placers[name](contest))
+    assert contest is not contests[2] or torch.equal(plan, FIELD.placers[name](contest))
 
 
-def test_contests_are_of_held_out_tables_and_repeatable() -> None:
+def test_contests_are_of_held_out_tables_and_repeatable(contests: list[Contest]) -> None:
     trained = {table.name for table in pool_tables(TrainingConfig().pools)[0]}
-    assert not trained & {table.name for contest in CONTESTS for table in contest.tables}
-    tables = [contest.tables for contest in CONTESTS]
+    assert not trained & {table.name for contest in contests for table in contest.tables}
+    tables = [contest.tables for contest in contests]
     assert tables[:2] == [contest.tables for contest in draw_contests(2, seed=4, batch_size=128)]
     assert tables[0] != draw_contests(1, seed=2, batch_size=128)[0].tables
 
