@@ -55,7 +55,7 @@ def test_hot_rows_of_skewed_tables_lower_the_step() -> None:
     assert choice.after_ms < 0.9 * choice.before_ms and choice.after_bytes < 0.7 * choice.before_bytes
     assert choice.after_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
     for name, rows in hot.items():
-        known = _statistics(1.2)[f"f{name[-1]}"]
+        known = _statistics(1.2)[f"t{name[-1]}_f0"]
         assert known.hot is not None and rows.table_rows == ROWS
         order = sorted(zip(known.hot.reads, known.hot.ids, strict=True), reverse=True)[: len(rows)]
         assert sorted(row for _, row in order) == rows.ids.tolist()
@@ -86,7 +86,7 @@ def test_tables_stay_whole_where_hot_rows_gain_nothing(exponent: float | None, d
 
 
 def test_other_lookups_have_the_statistics_of_batches_without_hot_rows() -> None:
-    known = _statistics(1.2)["f0"]
+    known = _statistics(1.2)[FEATURES[0]]
     assert known.hot is not None
     ids = torch.tensor([row for row, reads in zip(known.hot.ids, known.hot.reads, strict=True) if reads >= 2])
     left = []
@@ -95,7 +95,7 @@ def test_other_lookups_have_the_statistics_of_batches_without_hot_rows() -> None
         cold = of_f0[~torch.isin(of_f0, ids)]
         lengths = torch.tensor([len(cold), *[0] * (SAMPLES - 1)])
         left.append(KeyedJaggedTensor([FEATURES[0]], cold, lengths=lengths))
-    counted, computed = TableStatistics.from_batches(left)["f0"], without_rows(known, ids)
+    counted, computed = TableStatistics.from_batches(left)[FEATURES[0]], without_rows(known, ids)
     assert computed.pooling_factor == pytest.approx(counted.pooling_factor, rel=1e-4)
     assert computed.distinct_rows == pytest.approx(counted.distinct_rows, rel=0.03)
     assert computed.reuse_histogram == pytest.approx(counted.reuse_histogram, abs=0.03)

@@ -4,24 +4,18 @@
 from collections.abc import Iterator
 
 import torch
+from small_models import sequences, table
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-FEATURES = ("f0", "f1")
+FEATURES = ("t0_f0", "t1_f0")
 
 
 def sequence_model(rows: int, dim: int) -> nn.Module:
     """One table for each feature, with row-wise Adagrad."""
-    model = nn.Module()
-    configs = [
-        EmbeddingConfig(name=f"t{index}", num_embeddings=rows, embedding_dim=dim, feature_names=[feature])
-        for index, feature in enumerate(FEATURES)
-    ]
-    model.ec = EmbeddingCollection(configs, device=torch.device("meta"))
+    model = nn.ModuleDict({"ec": sequences(table("t0", rows, dim), table("t1", rows, dim))})
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1, "eps": 1e-3})
     return model
 
