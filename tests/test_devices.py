@@ -82,14 +82,6 @@ def test_figures_that_nobody_gave_are_pointed_out() -> None:
     assert default_notes(Topology(world_size=1, compute_device="cpu")) == ()
 
 
-def test_default_figures_are_compared_with_the_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "read_card", lambda: H100)
-    (note,) = default_notes(Topology(world_size=1, compute_device="cuda"))
-    assert "34.4 GB of memory (hbm_cap)" in note
-    assert "the driver names NVIDIA H100 80GB HBM3 with 85.0 GB at 3,350 GB/s: leave topology out" in note
-    assert default_notes(Topology(world_size=1, compute_device="cuda", hbm_cap=GB, hbm_mem_bw=1e6)) == ()
-
-
 def test_confidence_names_hardware_and_held_out_error() -> None:
     measured = Checkpoint.load(SHIPPED / "cpu.safetensors")
     cuda, cpu = (Machine(ranks_per_host=2, device=device).topology() for device in ("cuda", "cpu"))

@@ -27,6 +27,7 @@ from dreamshard_planner import TableStatistics, compare_steps
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import FBGEMM, installed
 from dreamshard_planner.offline.jobs import TableSpec, read_table_list
+from dreamshard_planner.search.effort import EFFORTS
 from tests.cli.test_commands import parse
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +90,7 @@ def test_snippets_of_a_page_run_one_after_the_other(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(compare_steps.__kwdefaults__, "block_seconds", 0.001)
+    monkeypatch.setitem(EFFORTS, "default", EFFORTS["quick"])
     names = _given()
     for number, snippet in enumerate(blocks(page, "python")):
         exec(compile(snippet, f"{page}, snippet {number}", "exec"), names)

@@ -4,6 +4,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Modules of the package that each module imports; not those of the API's names, which are imported when asked
     for."""

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,14 @@ def commands(of: typer.Typer = app) -> Iterator[typer.models.CommandInfo]:
         yield from commands(group.typer_instance)
 
 
+@cache
+def whole_program() -> Any:
+    return typer.main.get_command(app)
+
+
 def parse(*arguments: str) -> None:
     """All of a command line but doing it."""
-    command = typer.main.get_command(app)
+    command = whole_program()
     while hasattr(command, "commands"):
         name, *arguments = arguments
         command = command.commands[name]

@@ -201,7 +201,8 @@ def test_a_plan_of_a_collection_alone_and_of_ranks_that_fill_no_hosts() -> None:
 def test_sharding_groups_come_back(next_to_each_other: bool, tmp_path: Path) -> None:
     groups = ShardingGroups(size=4, sync_interval=5, use_inter_host_allreduce=next_to_each_other)
     all_ranks = Machine(ranks_per_host=4, hosts=2, gpu="h100").topology()
-    saved = saved_of(model(), None, all_ranks, sharding_groups=groups)
+    given = {"sharding_groups": groups, "sharding_types": ["table_wise"]}
+    saved = saved_of(model(), None, all_ranks, **given)
     job = job_of(saved)
     assert (job.machine.ranks_per_host, job.machine.hosts, job.settings["sharding_groups"]) == (4, 2, groups)
     again = job.plan()
@@ -213,7 +214,7 @@ def test_sharding_groups_come_back(next_to_each_other: bool, tmp_path: Path) -> 
     fewer = ("--steps", "9", "--gpus-per-node", "2", "--nodes", "4")
     told = run("replan", tmp_path / "plan.json", *fewer, status=3).stdout
     assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host -> 8" in " ".join(told.split())
-    alone = saved_of(model(), None, Machine(ranks_per_host=4, gpu="h100").topology(), sharding_groups=groups)
+    alone = saved_of(model(), None, Machine(ranks_per_host=4, gpu="h100").topology(), **given)
     assert alone.inputs.topology.groups is None
     assert job_of(alone).plan().saved_plan().inputs.topology == alone.inputs.topology
 

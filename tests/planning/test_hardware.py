@@ -98,4 +98,5 @@ def test_a_given_topology_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     planner.collective_plan(TABLES)
     assert planner._ranks.topology.devices[0].storage.hbm == 32 * 1024**3
     text = str(planner.report())
-    assert "Planned for" not in text and text.count(f"the driver names {A100.name} with 42.4 GB at 1,555 GB/s") == 1
+    assert "Planned for" not in text and "34.4 GB of memory (hbm_cap)" in text
+    assert text.count(f"the driver names {A100.name} with 42.4 GB at 1,555 GB/s: leave topology out") == 1

@@ -1,10 +1,17 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Errors for impossible inputs: they name the input, and what would help."""
+"""Errors for impossible inputs: they name the input, and what would help; memory that never limits is taken."""
+
+import math
+import re
+import sys
+from typing import Any
 
 import pytest
-from small_models import SHARDERS, collection, managed, planner, small_model, table, topology
+from small_models import SHARDERS, TABLE_WISE, collection, managed, planner, ranks_of, small_model, table, topology
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.proposers import GridSearchProposer
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.distributed.sharding_plan import get_default_sharders
 
 from dreamshard_planner import (
@@ -13,9 +20,82 @@ from dreamshard_planner import (
     DreamShardError,
     DreamShardPlanner,
     FeatureStatistics,
-    StatisticsError,
     TableStatistics,
 )
+from dreamshard_planner.search_space.input_checks import MAX_PER_SAMPLE, PER_FEATURE
+
+
+def on(table: str = "t0", **constraint: Any) -> dict[str, dict[str, ParameterConstraints]]:
+    """Return the constraint of one table, as an argument of a planner."""
+    return {"constraints": {table: ParameterConstraints(**constraint)}}
+
+
+def read(factor: float) -> dict[str, TableStatistics]:
+    """Return so many lookups of the first feature, as an argument of a planner."""
+    return {"statistics": TableStatistics({"t0_f0": FeatureStatistics(factor)})}
+
+
+ENDLESS = {"topology": topology(memory=10**30), "storage_reservation": FixedPercentageStorageReservation(0.0)}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (on("t1", sharding_types=["row_wise"]), r"no sharding type is left for table 'sparse.t1' .row_wise: the sharder"),
+    (
+        {**on("t1", sharding_types=["column_wise"]), "sharding_types": ("table_wise",)},
+        r"'sparse.t1' .column_wise: the planner's sharding_types leave it out",
+    ),
+    ({"sharding_types": ("row_wise",)}, r"row_wise: the sharder .*Allow another one in the planner's"),
+    (on("t1", pooling_factors=[1.0, 2.0, 3.0]), "'t1' serves 2 features, .* 3 pooling_factors"),
+    *(
+        (
+            {"topology": topology(2, memory, device)},
+            f"rank 0 of the topology has {memory!r} bytes of {kind}: give a whole number",
+        )
+        for device, kind, memory in (("cpu", "DDR", math.inf), ("cuda", "HBM", math.nan), ("cuda", "HBM", "80GB"))
+    ),
+    *(
+        (arguments, rf"{what} must be numbers from 0 to .*, got {re.escape(repr(factor))}; they count per sample")
+        for factor in (2.0 * MAX_PER_SAMPLE, 1e308)
+        for arguments, what in (
+            (read(factor), r"table 't0': pooling factors of \['t0_f0'\]"),
+            *((on("t1", **{name: [1, factor]}), f"table 't1': {name}") for name in PER_FEATURE),
+        )
+    ),
+    *(
+        (on(pooling_factors=[value]), f"table 't0': pooling_factors must be numbers from 0 .*got {value!r}")
+        for value in (math.inf, -1.0, "many", None)
+    ),
+    *(
+        (on(batch_sizes=[size]), f"table 't0': batch_sizes must be whole numbers from 1, .*got {size}")
+        for size in (0, 64.5)
+    ),
+    (on(pooling_factors=[math.nan], device_group="cuda"), "table 't0': pooling_factors must be .*nan"),  # left out here
+    ({**ENDLESS, **read(float(MAX_PER_SAMPLE))}, "Tables do not fit: table 'sparse.t0' needs .*"),
+    # Fewer proposals than there are.
+    ({"proposer": GridSearchProposer(max_proposals=1)}, "^GridSearchProposer proposed nothing"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "told"), REFUSED, ids=[told for _, told in REFUSED])
+def test_what_cannot_be_planned_is_refused_by_name(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlannerError, match=told):
+        planner(**arguments).plan(small_model(), SHARDERS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("memory", [sys.maxsize, 1.5e19, 10**100], ids="{:.3g}".format)
+def test_memory_without_end_is_planned(device: str, memory: float) -> None:
+    expected = ranks_of(planner(topology=topology(2, 2**40, device)).plan(small_model(), SHARDERS))
+    assert ranks_of(planner(topology=topology(2, memory, device)).plan(small_model(), SHARDERS)) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_room_names_table_and_missing_bytes_before_torchrecs_advice(device: str) -> None:
+    model = nn.ModuleDict({"sparse": collection(table("small"), table("huge", 10_000_000, 128))})
+    missing = r"'sparse.huge' needs [\d,.]+ GiB of (HBM|DDR).*[\d,.]+ GiB are missing.*would help"
+    with pytest.raises(
+        PlannerError, match=f"(?s)^Tables do not fit: .*{missing}.*\nTorchRec: Unable to find"
+    ) as caught:
+        planner(topology=topology(memory=2**28, device=device)).plan(model, SHARDERS)
+    assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
 
 
 def test_modules_that_cannot_be_sharded_here_are_refused() -> None:
@@ -32,39 +112,8 @@ def test_kernels_that_the_sharder_does_not_offer_are_left_alone() -> None:
         (["fused", "quant"], "Tables do not fit"),
         (["quant"], "'t' may only use compute kernels .'quant'., and Embedding.* offers"),
     ):
-        constraints = {"t": ParameterConstraints(compute_kernels=kernels, sharding_types=["table_wise"])}
         with pytest.raises(PlannerError, match=told):
-            planner(topology=tight, constraints=constraints).plan(model, SHARDERS)
-
-
-def test_tables_without_a_sharding_type_are_an_error() -> None:
-    constraints = {"t1": ParameterConstraints(sharding_types=["row_wise"])}
-    with pytest.raises(PlannerError, match=r"no sharding type is left for table 'sparse.t1' .row_wise: the sharder"):
-        planner(constraints=constraints).plan(small_model(), SHARDERS)
-    constraints = {"t1": ParameterConstraints(sharding_types=["column_wise"])}
-    with pytest.raises(PlannerError, match=r"'sparse.t1' .column_wise: the planner's sharding_types leave it out"):
-        planner(constraints=constraints, sharding_types=("table_wise",)).plan(small_model(), SHARDERS)
-    with pytest.raises(PlannerError, match=r"row_wise: the sharder .*Allow another one in the planner's"):
-        planner(sharding_types=("row_wise",)).plan(small_model(), SHARDERS)
-
-
-def test_lengths_that_do_not_match_the_features_are_an_error() -> None:
-    constraints = {"t1": ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0])}
-    with pytest.raises(PlannerError, match="'t1' serves 2 features, .* 3 pooling_factors"):
-        planner(constraints=constraints).plan(small_model(), SHARDERS)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_room_names_table_and_missing_bytes(device: str) -> None:
-    model = nn.ModuleDict({"sparse": collection(table("small"), table("huge", 10_000_000, 128))})
-    with pytest.raises(PlannerError, match=r"'sparse.huge' needs [\d,.]+ GiB of (HBM|DDR).*[\d,.]+ GiB are missing"):
-        planner(topology=topology(memory=2**28, device=device)).plan(model, SHARDERS)
-
-
-def test_statistics_of_no_feature_are_an_error() -> None:
-    statistics = TableStatistics({"t9_f0": FeatureStatistics(2.0)})
-    with pytest.raises(StatisticsError, match="'t9_f0'"):
-        planner(statistics=statistics).plan(small_model(), SHARDERS)
+            planner(topology=tight, **on("t", compute_kernels=kernels, **TABLE_WISE)).plan(model, SHARDERS)
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,6 @@ def test_report_says_why_there_is_none() -> None:
         failing.report()
 
 
-def test_cuda_without_measurements_says_roofline() -> None:
-    chosen = planned(small_model(), topology=topology(device="cuda"))
-    assert chosen.report().cost_source.startswith("roofline")
-    assert any("nothing was measured" in note.text for note in chosen.report().notes)
-
-
 def test_search_that_is_cut_short_says_so() -> None:
     chosen = planned(small_model(), search_seconds=1e-6)
     assert any("cut short" in note.text for note in chosen.report().notes)

@@ -120,12 +120,6 @@ def test_tables_may_have_none_for_a_constraint_and_nothing_else() -> None:
         planned(bags((100, 16)), [ParameterConstraints()])
 
 
-def test_a_table_larger_than_all_memory() -> None:
-    small = {"hbm_cap": 2**20, "ddr_cap": 2**20}
-    text = refusal(bags((100, 16), (10_000_000, 64)), {}, memory=small)
-    assert "'sparse.t1'" in text and "are missing" in text and "would help" in text
-
-
 def test_slices_of_two_widths_in_one_embedding_collection() -> None:
     """TorchRec can't mix them: the one that splits most bytes stays, other tables take another type, or none."""
     constraints = {

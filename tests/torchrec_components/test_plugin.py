@@ -12,7 +12,6 @@ from small_models import SHARDERS, TABLE_WISE, collection, planned, planner, ran
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopStorageModel
-from torchrec.distributed.planner.proposers import UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -111,13 +110,6 @@ def test_with_a_users_estimates_torchrecs_plan_is_by_them_as_well() -> None:
     made = planned(small_model(), cost_source="torchrec", exact_training=False, **given)
     totals = {rival.name: rival.total_ms for rival in made.report().rivals}
     assert totals["torchrec"] < 100.0 < totals["whole_tables"]
-
-
-def test_plans_of_torchrecs_proposers_are_told_as_well() -> None:
-    """They use options that ours leaves out, such as a single column slice."""
-    made = planned(small_model(), topology=topology(device="cuda"), proposer=UniformProposer())
-    report = made.report()
-    assert report.chosen.total_ms > 0 and made.explain().tables
 
 
 def test_planners_pickle_with_what_they_planned() -> None:
