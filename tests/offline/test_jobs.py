@@ -115,7 +115,7 @@ def test_a_list_that_is_none_says_why(tmp_path: Path, text: str, mistake: str) -
         read_table_list(tmp_path / "gone.json")
 
 
-QUICK = {"effort": "quick", "sharding_types": ["table_wise", "row_wise"]}
+QUICK = {"effort": "quick", "sharding_types": ["table_wise"]}
 
 
 def job(machine: Machine | None = None, hot: float = 60.0) -> Job:
