@@ -1,12 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Predicted costs of the policy's roll-outs as plans, and of searches from them, over the full search.
 
-    python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20 --costs roofline,h100,cpu
+    python benchmarks/policy_roll_outs.py --sizes 60x16,200x64 --tasks 20 --costs roofline,torchrec,h100,cpu
     python benchmarks/policy_roll_outs.py --summarize policy.jsonl
 
     level       the best level start
     greedy      one greedy roll-out of the policy that ships
-    starts      the best of its roll-outs, as the planner plays them: one for each of eight sets of sharding types
+    starts      the best of its roll-outs, as the planner plays them: one for each of eight openings
     first       the same after their first sweep alone, which is all that the policy decides
     whole       one greedy roll-out that leaves tables whole
     quick       the search of effort="quick": the roll-outs, polished
@@ -14,9 +14,9 @@
     search      the same with all of them: what the planner does, which the others are compared with
     without     the search without the policy
 
-Costs are bandwidths (TorchRec's default topology, whose hosts have slow links), or a network that ships: of the H100,
-on hosts of eight, or of CPUs. Tables are drawn by seeds that no training has seen. Seconds are of processor time on
-one thread. A record has one JSON line a task; the same command continues it.
+Costs are bandwidths or TorchRec's estimates (its default topology, whose hosts have slow links), or a network that
+ships: of the H100, on hosts of eight, or of CPUs. Tables are drawn by seeds that no training has seen. Seconds are of
+processor time on one thread. A record has one JSON line a task; the same command continues it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.planning.ranks import PlannedRanks
-from dreamshard_planner.policy.network import SWEEPS, Policy, policy_starts, roll_out, subset_types
+from dreamshard_planner.policy.network import SWEEPS, Policy, opening_types, policy_starts, roll_out
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, SearchConfig
 from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import OptionTotals, level_starts
+from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.workload.pools import meta_like
 
 BATCH_SIZE = 2048
 FIRST_SEED = 7_000
 GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
-COSTS = ("roofline", "h100", "cpu")
+COSTS = ("roofline", "torchrec", "h100", "cpu")
 KINDS = ("level", "greedy", "starts", "first", "whole", "quick", "third", "search", "without")
 
 
@@ -63,11 +65,12 @@ def cost_of(tables: int, ranks: int, seed: int, costs: str = "roofline") -> Cost
     if costs == "h100":
         hosts = ranks // RANKS_PER_HOST
         topology = Machine(ranks_per_host=RANKS_PER_HOST, hosts=hosts, gpu="h100", memory_bytes=GPU_BYTES).topology()
-    constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in drawn}
+    known = {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in drawn}
+    constraints = PlanningConstraints(known)
     model, sharders = torch.nn.Module(), get_default_sharders()
     model.sparse = meta_collection(drawn)
     reader = OptionReader(constraints)
-    source = "roofline" if costs == "roofline" else "auto"
+    source = costs if costs in COST_SOURCES else "auto"
     context = PlanRater(PlannedRanks.of(topology), reader, source, constraints=constraints, sharders=sharders)
     reservation = EmbeddingShardingPlanner(topology, BATCH_SIZE, stats=[])._storage_reservation
     left = reservation.reserve(topology, BATCH_SIZE, model, sharders, constraints)
@@ -84,9 +87,10 @@ def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str
         return [None if found is None else found.sharding]
 
     def played(types: Sequence[str] | None = None, first: bool = False) -> list[Sharding | None]:
-        task, types_EN = ShardingTask(cost, OptionTotals(cost), *([types] if types else [])), subset_types()
+        task = ShardingTask(cost, OptionTotals(cost), *([types] if types else []))
         if first:
-            return roll_out(policy, task, len(types_EN), None, types_EN, SWEEPS[:1]).shardings()
+            types_ETN = opening_types(task.num_tables)
+            return roll_out(policy, task, len(types_ETN), None, types_ETN, SWEEPS[:1]).shardings()
         return roll_out(policy, task, 1).shardings()
 
     makes: dict[str, Callable[[], Sequence[Sharding | None]]] = {

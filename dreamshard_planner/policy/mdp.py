@@ -136,13 +136,13 @@ class EstimatedMDP:
     Args:
         task: tables and ranks.
         episodes: how many.
-        types_EN: sharding types that each episode may use in its first sweep, bool; where a table has no other, it
-            takes what it has.
+        types_ETN: sharding types that each episode may use for the table of each step of its first sweep, bool; a table
+            that has none of them takes what it has.
     """
 
-    def __init__(self, task: ShardingTask, episodes: int, types_EN: np.ndarray | None = None) -> None:
+    def __init__(self, task: ShardingTask, episodes: int, types_ETN: np.ndarray | None = None) -> None:
         problem, cost, ranks = task.problem, task.cost, task.problem.num_ranks
-        self.task, self.types_EN = task, types_EN
+        self.task, self.types_ETN = task, types_ETN
         ones_P = np.ones(len(task.alone_P))
         self._own_PZ = np.column_stack([cost.latent_PH.numpy(), task.alone_P, ones_P])
         limits_DM = problem.limits_DM.numpy()[:, task.scarce_M]
@@ -174,7 +174,8 @@ class EstimatedMDP:
         rank_EOK = (listed.position_EOK * actions.span_O[:, None]).clip(max=self.task.problem.num_ranks - 1)
         rated_EOK = self._rated(actions, laid, rank_EOK)
         self._add_compute(actions, listed, rank_EOK, rated_EOK)
-        return self._placed(actions, sweep, listed, rated_EOK, self.types_EN if laid is None else None)
+        types_EN = self.types_ETN[:, step] if laid is None and self.types_ETN is not None else None
+        return self._placed(actions, sweep, listed, rated_EOK, types_EN)
 
     def _add_compute(
         self, actions: TableActions, listed: Shortlist, rank_EOK: np.ndarray, rated_EOK: np.ndarray
@@ -355,7 +356,7 @@ class EstimatedMDP:
         for name, values in vars(self).items():
             if name.endswith(("_E", "_EGD", "_EGDZ", "_ERD", "_EDM")):
                 setattr(self, name, values[list(rows)])
-        self.types_EN = None if self.types_EN is None else self.types_EN[list(rows)]
+        self.types_ETN = None if self.types_ETN is None else self.types_ETN[list(rows)]
         self._laid = {table: laid.only(rows) for table, laid in self._laid.items()}
 
     def shardings(self) -> list[Sharding | None]:

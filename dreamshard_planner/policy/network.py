@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The policy network, and its roll-outs: each is a plan, from which the search can start.
 
-Shapes: X any leading dimensions (episodes, or steps x episodes), E episodes, S steps, A actions, F features of an
-action, Y channels, N types of sharding.
+Shapes: X any leading dimensions (episodes, or steps x episodes), E episodes, S steps, T tables, A actions, F features
+of an action, Y channels, N types of sharding.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ STARTS = 2
 """Episodes whose best sweeps become starts of the search: the cheapest."""
 GREEDINESS = 8.0
 """Times that an untrained policy's score takes the weighted excess."""
-SUBSETS = (TYPES, (TW, CW, TWCW), (TWRW,), (TWRW, DP), (TW, DP), (TW, TWRW, DP), (CW, TWRW, DP), (RW, DP))
-"""Sharding types that the first sweep of one greedy roll-out each may use: each type that is used costs kernels and
-collectives of its own, and no single table's choice sees that it could do without."""
 BREADTH = 25_000
 """Tables x ranks up to which the planner plays all roll-outs. It plays fewer, in proportion, of larger problems."""
 LENGTH = 2_700_000
@@ -47,6 +44,36 @@ SITUATION = 8
 FEATURES = 2 * len(CHANNELS) + DESCRIBED + 1 + SITUATION
 NEXT = 10
 """Tables at hand and to come whose mean share says how lumpy what follows is."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Sharding types that the first sweep of a greedy roll-out may use. Each type that is used costs kernels and
+    collectives of its own, and no single table's choice sees that it could do without."""
+
+    types: Sequence[str]
+    heaviest: float = 0.0
+    """Share of the tables, the first ones, that use other types,"""
+    theirs: Sequence[str] = ()
+    """which are these."""
+
+
+OPENINGS = (
+    Opening(TYPES),
+    Opening((CW,), 0.03, (TWRW,)),
+    Opening((CW,), 0.06, (RW,)),
+    Opening((TW,), 0.06, (TWRW,)),
+    Opening((TW,), 0.03, (TWRW,)),
+    Opening((CW, TWRW)),
+    Opening((DP,), 0.5, (CW,)),
+    Opening((DP,), 0.5, (TWRW,)),
+    Opening((TWCW,), 0.03, (TWRW,)),
+    Opening((CW, RW)),
+    Opening((TW, CW, TWCW)),
+    Opening((TW, TWRW, DP)),
+)
+"""One for each greedy roll-out. Of 43 that were tried on other tables than the benchmarks', each of the first eight
+lowered the best roll-out most, beside those above it."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +188,7 @@ def roll_out(
     task: ShardingTask,
     episodes: int,
     generator: torch.Generator | None = None,
-    types_EN: np.ndarray | None = None,
+    types_ETN: np.ndarray | None = None,
     sweeps: Sequence[Sweep] = SWEEPS,
     distinct: bool = False,
     seconds: float | None = None,
@@ -175,7 +202,7 @@ def roll_out(
         task: tables and ranks.
         episodes: how many.
         generator: samples the policy's actions; greedy without.
-        types_EN: see :class:`~dreamshard_planner.policy.mdp.EstimatedMDP`.
+        types_ETN: see :class:`~dreamshard_planner.policy.mdp.EstimatedMDP`.
         sweeps: of each episode.
         distinct: ends all but one of the episodes that cost the same after the first sweep.
         seconds: that episodes may take.
@@ -185,7 +212,7 @@ def roll_out(
     Raises:
         TimeoutError: as soon as episodes are found to take more time.
     """
-    environment, began = EstimatedMDP(task, episodes, types_EN), time.monotonic()
+    environment, began = EstimatedMDP(task, episodes, types_ETN), time.monotonic()
     steps = len(sweeps) * task.num_tables
     for nth, sweep in enumerate(sweeps):
         if nth == 1 and distinct:
@@ -214,9 +241,11 @@ def _first_of_each(cost_E: np.ndarray) -> list[int]:
     return [row for row, cost in enumerate(costs) if cost not in costs[:row]]
 
 
-def subset_types() -> np.ndarray:
-    """Return :data:`SUBSETS` as types that episodes may use, bool [E, N]."""
-    return np.array([[kind in subset for kind in TYPES] for subset in SUBSETS])
+def opening_types(num_tables: int) -> np.ndarray:
+    """Return :data:`OPENINGS` as types that each episode may use for each table, bool [E, T, N]."""
+    allowed = np.array([[[kind in types for kind in TYPES] for types in (one.types, one.theirs)] for one in OPENINGS])
+    heaviest_ET = np.arange(num_tables) < np.array([[one.heaviest * num_tables] for one in OPENINGS])
+    return np.where(heaviest_ET[..., None], allowed[:, 1:], allowed[:, :1])
 
 
 def policy_starts(cost: Cost, policy: Policy, asked: OptionTotals, seconds: float | None = None) -> list[Sharding]:
@@ -232,11 +261,11 @@ def policy_starts(cost: Cost, policy: Policy, asked: OptionTotals, seconds: floa
     Raises:
         TimeoutError: they would take more.
     """
-    task, types_EN = ShardingTask(cost, asked), subset_types()
+    task = ShardingTask(cost, asked)
     if not task.may_be_played:
         return []
     size = task.num_tables * cost.problem.num_ranks
-    types_EN = types_EN[: portion(len(types_EN), min(1.0, BREADTH / size))]
+    types_ETN = opening_types(task.num_tables)[: portion(len(OPENINGS), min(1.0, BREADTH / size))]
     later = min(len(SWEEPS), max(1, LENGTH // size)) - 1
     sweeps = [SWEEPS[0], *SWEEPS[len(SWEEPS) - later :]]
     best: dict[int, tuple[float, Sharding]] = {}
@@ -247,6 +276,6 @@ def policy_starts(cost: Cost, policy: Policy, asked: OptionTotals, seconds: floa
             if relative_cost < best.get(episode, (math.inf,))[0]:
                 best[episode] = relative_cost, environment.sharding(row)
 
-    roll_out(policy, task, len(types_EN), None, types_EN, sweeps, True, seconds, on_sweep=keep_best)
+    roll_out(policy, task, len(types_ETN), None, types_ETN, sweeps, True, seconds, on_sweep=keep_best)
     fitting = dict.fromkeys(plan for _, plan in best.values() if cost.problem.fits(plan))
     return sorted(fitting, key=cost.overall_ms)[:STARTS]

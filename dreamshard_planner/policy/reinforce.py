@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """REINFORCE on the estimated MDP: a batch baseline per task, an entropy bonus, no hardware.
 
-Shapes: E episodes of one task, S steps, A actions, N types of sharding.
+Shapes: E episodes of one task, S steps, T tables, A actions, N types of sharding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.policy.mdp import EstimatedMDP
-from dreamshard_planner.policy.network import SWEEPS, Policy, Seen, roll_out, subset_types
+from dreamshard_planner.policy.network import SWEEPS, Policy, Seen, opening_types, roll_out
 from dreamshard_planner.policy.task import TYPES, ShardingTask
 
 TRAINING_SWEEPS = SWEEPS[::3]
@@ -96,7 +96,7 @@ class Rollout:
         task: ShardingTask,
         episodes: int,
         generator: torch.Generator,
-        types_EN: np.ndarray | None = None,
+        types_ETN: np.ndarray | None = None,
     ) -> Rollout:
         """Play sampled episodes."""
         seen: list[Seen] = []
@@ -106,7 +106,7 @@ class Rollout:
             seen.append(step)
             taken.append(action_E)
 
-        environment = roll_out(policy, task, episodes, generator, types_EN, TRAINING_SWEEPS, on_step=keep)
+        environment = roll_out(policy, task, episodes, generator, types_ETN, TRAINING_SWEEPS, on_step=keep)
         return cls(environment, seen, torch.stack(taken))
 
     def scored_by(self, policy: Policy) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def train_policy(
         optimizer.zero_grad()
         chosen = draws.sample(list(tasks), min(config.tasks_per_update, len(tasks)))
         weight = config.entropy_weight * remaining
-        told = [_backward(policy, task, _types(draws, config), config, weight, generator) for task in chosen]
+        told = [_backward(policy, task, _types(draws, task, config), config, weight, generator) for task in chosen]
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         statistics.append(UpdateStatistics(*(sum(values) / len(told) for values in zip(*told, strict=True))))
@@ -167,25 +167,25 @@ def _copied(policy: Policy) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in policy.state_dict().items()}
 
 
-def _types(draws: random.Random, config: ReinforceConfig) -> np.ndarray | None:
-    """Return types that the first sweep of all episodes of a task may use, bool [E, N]; None for all of them."""
+def _types(draws: random.Random, task: ShardingTask, config: ReinforceConfig) -> np.ndarray | None:
+    """Return types that the first sweep of all episodes of a task may use, bool [E, T, N]; None for all of them."""
     if draws.random() < config.all_types_share:
         return None
     while not any(types := [draws.random() < 0.5 for _ in TYPES]):
         pass
-    return np.tile(types, (config.episodes_per_task, 1))
+    return np.tile(types, (config.episodes_per_task, task.num_tables, 1))
 
 
 def _backward(
     policy: Policy,
     task: ShardingTask,
-    types_EN: np.ndarray | None,
+    types_ETN: np.ndarray | None,
     config: ReinforceConfig,
     entropy_weight: float,
     generator: torch.Generator,
 ) -> tuple[float, float, float]:
     """Add one task's gradient; return relative cost, entropy and infeasible share, as in :class:`UpdateStatistics`."""
-    rollout = Rollout.of(policy, task, config.episodes_per_task, generator, types_EN)
+    rollout = Rollout.of(policy, task, config.episodes_per_task, generator, types_ETN)
     cost_E = torch.from_numpy(rollout.environment.relative_cost()).float()
     advantage_E = advantages(cost_E, config.infeasible_factor)
     log_probability_SE, entropy_SE = rollout.scored_by(policy)
@@ -200,11 +200,12 @@ def _backward(
 def standing(policy: Policy, tasks: Sequence[ShardingTask]) -> float:
     """Return the mean logarithm of the relative cost of greedy roll-outs; less is better.
 
-    One half are roll-outs of all types, the other the best of :data:`~dreamshard_planner.policy.network.SUBSETS`.
+    One half are roll-outs of all types, the other the best of :data:`~dreamshard_planner.policy.network.OPENINGS`.
     Infeasible ones count as :data:`DEAREST`.
     """
-    types_EN, logs = subset_types(), []
+    logs = []
     for task in tasks:
-        log_E = np.log(roll_out(policy, task, len(types_EN), types_EN=types_EN).relative_cost().clip(max=DEAREST))
+        types_ETN = opening_types(task.num_tables)
+        log_E = np.log(roll_out(policy, task, len(types_ETN), types_ETN=types_ETN).relative_cost().clip(max=DEAREST))
         logs.append(float(log_E[0] + log_E.min()) / 2)
     return sum(logs) / len(logs)

@@ -14,14 +14,14 @@ from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.policy.mdp import EstimatedMDP, Sweep
 from dreamshard_planner.policy.network import (
+    OPENINGS,
     STARTS,
-    SUBSETS,
     SWEEPS,
     Policy,
     PolicyConfig,
+    opening_types,
     policy_starts,
     roll_out,
-    subset_types,
 )
 from dreamshard_planner.policy.reinforce import DEAREST, ReinforceConfig, Rollout, advantages, standing, train_policy
 from dreamshard_planner.policy.task import ShardingTask
@@ -40,12 +40,12 @@ def rolled_out(
     cost: Cost,
     episodes: int = 8,
     seed: int = 0,
-    types_EN: np.ndarray | None = None,
+    types_ETN: np.ndarray | None = None,
     sweeps: Sequence[Sweep] = SWEEPS[:1],
 ) -> EstimatedMDP:
     generator, policy = torch.Generator().manual_seed(seed), Policy(PolicyConfig())
     torch.nn.init.zeros_(policy.log_greediness)  # choices that differ
-    return roll_out(policy, task_of(cost), episodes, generator, types_EN, sweeps)
+    return roll_out(policy, task_of(cost), episodes, generator, types_ETN, sweeps)
 
 
 @pytest.mark.parametrize("sweeps", [1, 3])
@@ -90,10 +90,13 @@ def test_dead_ends_are_infeasible_not_crashes() -> None:
 
 def test_episodes_use_the_types_that_they_may() -> None:
     cost = sharding_cost(6)
-    plans = rolled_out(cost, len(SUBSETS), types_EN=subset_types()).shardings()
-    for plan, subset in zip(plans, SUBSETS, strict=True):
-        used = {options[at].sharding_type for options, at in zip(cost.problem.tables, plan.options, strict=True)}
-        assert used <= set(subset)
+    environment = rolled_out(cost, len(OPENINGS), types_ETN=opening_types(6))
+    heaviest_first = [environment.task.actions(step).table for step in range(6)]
+    for plan, opening in zip(environment.shardings(), OPENINGS, strict=True):
+        used = [cost.problem.tables[table][plan.options[table]].sharding_type for table in heaviest_first]
+        split = math.ceil(opening.heaviest * 6)
+        assert {*used[:split]} <= {*opening.theirs}
+        assert {*used[split:]} <= {*opening.types}
 
 
 def test_a_table_with_more_slices_than_ranks_is_left_to_others() -> None:
