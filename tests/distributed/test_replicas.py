@@ -85,10 +85,8 @@ def tiny_model(training: Training) -> TinyModel:
 def sharded(training: Training, kind: str, rank: Rank) -> TorchRecsDistributedModelParallel:
     """On a plan with the tables of this kind."""
     constraints = {
-        name: ParameterConstraints(
-            sharding_types=[kind if name in REPLICATED else TW], compute_kernels=["fused", "dense"]
-        )
-        for name in NAMES
+        name: ParameterConstraints(sharding_types=[its], compute_kernels=["dense" if its == DP else "fused"])
+        for name, its in ((name, kind if name in REPLICATED else TW) for name in NAMES)
     }
     planner, model = make_planner("torchrec", rank, constraints=constraints, stats=[]), tiny_model(training)
     if not training.torchrecs_class:
