@@ -66,7 +66,7 @@ def test_given_components_are_used() -> None:
 
 def test_a_given_performance_model_decides() -> None:
     """TorchRec's, which wants the fullest rank as empty as it can be."""
-    devices, model = topology(device="cuda"), collection(*(table(f"t{i}", 100_000 * (i + 1)) for i in range(6)))
+    devices, model = topology(device="cuda"), collection(*(table(f"t{i}", 100_000 * (i + 1)) for i in range(4)))
     made = planned(model, topology=devices, performance_model=NoopStorageModel(devices))
     theirs = EmbeddingShardingPlanner(
         topology=devices, batch_size=64, performance_model=NoopStorageModel(devices), stats=[], debug=False
