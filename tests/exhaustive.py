@@ -6,16 +6,17 @@ Shapes: K choices of a table (an option and positions of its units), D ranks, G 
 
 import itertools
 import random
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from small_models import collection, table
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.cost.problem import Cost, has_room
+from dreamshard_planner.devices import Machine
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, TW, TWRW
 
 Shape: TypeAlias = tuple[int, int, int, tuple[str, ...]]
@@ -33,7 +34,7 @@ SHAPES: tuple[Shape, ...] = (
 )
 
 
-def small_problem(seed: int, cost_source: str, **changed: Any) -> tuple[DreamShardPlanner, nn.Module]:
+def small_problem(seed: int, cost_source: str) -> tuple[DreamShardPlanner, nn.Module]:
     """A random model of a few tables, and a planner that may shard each in every way."""
     rng = random.Random(seed)
     ranks, ranks_per_host, count, kinds = SHAPES[seed % len(SHAPES)]
@@ -44,18 +45,8 @@ def small_problem(seed: int, cost_source: str, **changed: Any) -> tuple[DreamSha
         )
         for config in tables
     }
-    gib = 2**30
-    topology = Topology(
-        ranks,
-        "cuda",
-        hbm_cap=80 * gib,
-        ddr_cap=128 * gib,
-        local_world_size=ranks_per_host,
-        hbm_mem_bw=3350 * 1e9 / 1e3,
-        intra_host_bw=450 * 1e9 / 1e3,
-        inter_host_bw=50 * 1e9 / 1e3,
-    )
-    arguments = {"constraints": constraints, "cost_source": cost_source, "stats": [], "debug": False, **changed}
+    topology = Machine(ranks_per_host=ranks_per_host, hosts=ranks // ranks_per_host, gpu="h100").topology()
+    arguments = {"constraints": constraints, "cost_source": cost_source, "stats": [], "debug": False}
     planner = DreamShardPlanner(topology=topology, batch_size=rng.choice([256, 1024, 4096]), **arguments)
     return planner, collection(*tables)
 

@@ -188,8 +188,3 @@ def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
     assert second["sets"] == 16 and second["spread_of_repeats"] > 0
     other = run(*command, "--sets", "16", "--held-out", status=1)
     assert "sets.blocks" in other.stderr and other.stdout == ""
-
-
-def test_without_a_network_calibration_names_the_command_that_makes_one(tmp_path: Path) -> None:
-    command = ("calibrate", "--costs", str(SHIPPED / "roofline.safetensors"), "--out", str(tmp_path / "x"))
-    assert "dreamshard train --device cpu" in run(*command, status=1).stderr

@@ -25,17 +25,15 @@ from dreamshard_planner.cli import app
 from dreamshard_planner.cli.app import Panel
 from dreamshard_planner.cli.options import COST_SOURCES as NAMED_COSTS
 from dreamshard_planner.cli.options import bytes_per_s, size_bytes, whole
-from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.workload.ids import IdHistogram
-from dreamshard_planner.workload.tables import Table, Workload
+from dreamshard_planner.workload.tables import Table
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "data" / "cpu-test.npz"
 SMALL = ("--tables", EXAMPLE, "--gpus-per-node", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick",
          "--sharding-types", "table_wise")  # fmt: skip
-TIGHT = ("--memory", "1GB", "--host-memory", "1GB")
 MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
 """Commands that test_cli.py and the tests of observing run."""
 
@@ -203,23 +201,18 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (
-            ("plan", "--tables", "mlperf_dlrm", "--gpus-per-node", "2", "--batch-size", "8"),
-            "did you mean 'mlperf_dlrm_dcnv2'",
-        ),
-        (
-            ("plan", "--tables", __file__, "--gpus-per-node", "2", "--batch-size", "8"),
-            "test_commands.py: a list of tables is",
-        ),
-        (("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", *TIGHT, "--batch-size", "8"), "do not fit"),
-        (
-            ("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--nodes", "2", "--gpu", "l4", "--batch-size", "8"),
-            "network",
-        ),
+        (("plan", *SMALL, "--tables", "mlperf_dlrm"), "did you mean 'mlperf_dlrm_dcnv2'"),
+        (("plan", *SMALL, "--tables", __file__), "test_commands.py: a list of tables is"),
+        (("plan", *SMALL, "--memory", "1GB", "--host-memory", "1GB"), "do not fit"),
+        (("plan", *SMALL, "--nodes", "2", "--gpu", "l4"), "network"),
         (("plan", *SMALL, "--costs", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
         (("plan", *SMALL, "--on-ranks", "brand=1-2"), "table 'brand' names rank 2; there are ranks 0 to 1"),
         (("plan", *SMALL, "--gpus-per-node", "1e9"), "up to 32,768 ranks, not for 1,000,000,000"),
         (("info", "gone.json"), "gone.json: no such file"),
+        (
+            ("calibrate", "--costs", str(SHIPPED / "roofline.safetensors"), "--out", "x"),
+            "dreamshard train --device cpu",
+        ),
         (("stats", "parquet", "gone.parquet", "--batch-size", "8", "--out", "x.json"), "gone.parquet"),
     ],
 )
@@ -242,7 +235,7 @@ def test_mistakes_are_one_line_and_status_1(
         (("train", "--out", "x.safetensors", "--seconds", "-1"), "--seconds"),
         (("collect", "--out", "x.npz", "--batch-sizes", "12,many"), "many"),
         (("plan", *SMALL, "--memory", "80"), "80GiB"),
-        (("plan", "--tables", EXAMPLE, "--gpus-per-node", "2", "--batch-size", "1.5"), "'1.5' is no whole number"),
+        (("plan", *SMALL, "--batch-size", "1.5"), "'1.5' is no whole number"),
         (("plan", *SMALL, "--sharding-types", "row_wise,diagonal"), "diagonal"),
         (("plan", *SMALL, "--together", "brand"), "groups of two tables"),
         (("plan", *SMALL, "--on-ranks", "brand"), "give a table and its ranks"),
@@ -292,10 +285,8 @@ def test_sizes_and_rates_have_units() -> None:
 def test_info_tells_the_kind_of_each_file(folder: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "x.json"
     foreign.write_text("[1]")
-    workload = Workload("t", 1000, 16, 256, 2.0, 300.0, (1.0,) + (0.0,) * 16)
-    CostDataset.from_sets([[workload]], [[[1.0, 2.0]]], describe_hardware("cpu", 1)).save(tmp_path / "sets.npz")
     kinds = {
-        str(tmp_path / "sets.npz"): "dataset",
+        str(MEASURED): "dataset",
         "auto": "checkpoint",
         str(SHIPPED / "cpu.safetensors"): "checkpoint",
         str(folder / "plan.json"): "plan",

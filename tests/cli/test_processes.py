@@ -6,15 +6,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.workload.tables import Workload
-from tests.cli.test_commands import EXAMPLE
+from tests.cli.test_commands import EXAMPLE, MEASURED
 from tests.faults import dreamshard, ended, start, wait_for
 
 BLOCKS = {"collect": "x.blocks", "train": "x.test.blocks"}
@@ -22,25 +19,13 @@ BLOCKS = {"collect": "x.blocks", "train": "x.test.blocks"}
 STOPS = [("train", signal.SIGKILL), ("fit", signal.SIGINT)]
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a dataset."""
-    folder = tmp_path_factory.mktemp("given")
-    workload = Workload("t", 1000, 16, 256, 2.0, 300.0, (1.0,) + (0.0,) * 16)
-    sets = [[replace(workload, rows=100 * size)] * size for size in range(1, 13)]
-    times = [[[float(len(group)), 2.0 * len(group)]] * 2 for group in sets]
-    CostDataset.from_sets(sets, times, describe_hardware("cpu", 1)).save(folder / "sets.npz")
-    return folder
-
-
-def arguments(command: str, folder: Path, given: Path) -> list[str]:
+def arguments(command: str, folder: Path) -> list[str]:
     """Arguments of a run that takes minutes, or more."""
-    sets = str(given / "sets.npz")
     return {
         "collect": ["--out", str(folder / "x.npz"), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2",
                     "--sets", "150"],
         "train": ["--out", str(folder / "x.safetensors"), "--quick", "--seconds", "90"],
-        "fit": ["--out", str(folder / "x.safetensors"), "--dataset", sets, "--test-dataset", sets,
+        "fit": ["--out", str(folder / "x.safetensors"), "--dataset", str(MEASURED), "--test-dataset", str(MEASURED),
                 "--quick", "--updates", "100000"],
     }[command]  # fmt: skip
 
@@ -50,10 +35,10 @@ def sets_in(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("command", "stop"), STOPS)
-def test_what_is_stopped_loses_nothing(command: str, stop: int, given: Path, tmp_path: Path) -> None:
+def test_what_is_stopped_loses_nothing(command: str, stop: int, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", tmp_path / "stderr"
     folder.mkdir()
-    process = start(dreamshard, [command, *arguments(command, folder, given)], said)
+    process = start(dreamshard, [command, *arguments(command, folder)], said)
     blocks = folder / BLOCKS.get(command, "none")
 
     def at_work() -> bool:
@@ -71,11 +56,11 @@ def test_what_is_stopped_loses_nothing(command: str, stop: int, given: Path, tmp
         assert sets_in(blocks) >= held > 0
 
 
-def test_a_disk_that_fills_up_keeps_what_it_holds(given: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_keeps_what_it_holds(tmp_path: Path) -> None:
     folder, said = tmp_path / "out", tmp_path / "stderr"
     folder.mkdir()
     blocks = folder / BLOCKS["collect"]
-    process = start(dreamshard, ["collect", *arguments("collect", folder, given)], said, 1_500)
+    process = start(dreamshard, ["collect", *arguments("collect", folder)], said, 1_500)
     assert ended(process) == [1]
     text = said.read_text()
     assert f"error: {blocks / 'block-0.npz'}: cannot be written: File too large" in text

@@ -219,14 +219,6 @@ def test_sharding_groups_come_back(next_to_each_other: bool, tmp_path: Path) -> 
     assert job_of(alone).plan().saved_plan().inputs.topology == alone.inputs.topology
 
 
-GB = 10**9
-MACHINES = {
-    "gpu": Machine(ranks_per_host=2, gpu="h100"),
-    "less memory": Machine(ranks_per_host=2, gpu="h100", memory_bytes=40 * GB),
-    "cpu": Machine(ranks_per_host=2, device="cpu", memory_bytes=8 * GB),
-}
-
-
 def spec(name: str, optimizer: str = "sgd", factor: float | None = 20.0, feature: str | None = None) -> TableSpec:
     return TableSpec(
         name=name,
@@ -238,24 +230,22 @@ def spec(name: str, optimizer: str = "sgd", factor: float | None = 20.0, feature
     )
 
 
-def made(specs: list[TableSpec], machine: str, path: Path, **given) -> tuple[SavedPlan, SavedPlan]:
-    """A plan, and the same as the job of its file rates it."""
-    settings = {"effort": "quick"}
-    job = Job(model=OfflineModel.of_specs(specs), machine=MACHINES[machine], batch_size=256, settings=settings, **given)
-    job.plan().save_plan(path)
-    saved = SavedPlan.load(path)
-    again = job_of(saved)
-    assert (again.model.statistics or {}) == saved.inputs.features
-    return saved, again.read().saved_plan(saved)
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_memory_and_cost_are_the_plans(machine: str, tmp_path: Path) -> None:
-    specs = [spec(name, name) for name in OPTIMIZERS]
-    saved, again = made(specs, machine, tmp_path / "plan.json", reserve=0.3)
+@pytest.mark.parametrize(
+    "machine",
+    [Machine(ranks_per_host=2, gpu="h100"), Machine(ranks_per_host=2, device="cpu", memory_bytes=8 * 10**9)],
+    ids=str,
+)
+def test_memory_and_cost_are_the_plans(machine: Machine, tmp_path: Path) -> None:
+    model = OfflineModel.of_specs([spec(name, name) for name in OPTIMIZERS])
+    made = Job(model=model, machine=machine, batch_size=256, reserve=0.3, settings={"effort": "quick"}).plan()
+    made.save_plan(tmp_path / "plan.json")
+    saved = SavedPlan.load(tmp_path / "plan.json")
+    job = job_of(saved)
+    assert job.model.statistics == saved.inputs.features
+    again = job.read().saved_plan(saved)
     assert again.predicted.memory == saved.predicted.memory
     assert again.predicted.chosen.total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-6)
-    own = "DDR" if machine == "cpu" else "HBM"
+    own = "DDR" if machine.device == "cpu" else "HBM"
     (limits,) = [entry.limit_bytes for entry in saved.predicted.memory if entry.kind == own]
     assert limits == tuple(round(0.7 * size) for size in saved.inputs.topology.memory_bytes[own])
 
@@ -274,7 +264,7 @@ def test_names_that_no_module_has_are_refused(name: str) -> None:
 
 
 def test_a_setting_that_no_planner_takes_is_named(tmp_path: Path) -> None:
-    saved, _ = made([spec("a")], "gpu", tmp_path / "plan.json")
+    saved = saved_of(collection(table("a", 50)), None, CUDA)
     for setting, value in (
         ("cost_source", "oracle"),
         ("sharding_types", ["diagonal"]),

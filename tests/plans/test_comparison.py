@@ -7,12 +7,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import small_models
 from small_models import SHARDERS, collection, planner, table
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
 from dreamshard_planner import DreamShardPlanner, PlacementRules, SavedPlan, ShardingGroups, compare
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec, read_table_list
+from dreamshard_planner.offline.jobs import Job, OfflineModel, read_table_list
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.plan_file import ShardPlace
 from dreamshard_planner.plans.replan import names_that_keep_most, renamed
@@ -26,16 +27,10 @@ TABLE_BYTES = ROWS * DIM * 4
 
 def saved(path: Path, groups: ShardingGroups | None = None) -> SavedPlan:
     """Whole tables on eight GPUs of two hosts."""
-    specs = [
-        TableSpec(
-            name=f"t{index}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=(f"f{index}",), pooling_factor=5.0
-        )
-        for index in range(TABLES)
-    ]
-    settings = {"effort": "quick", "sharding_types": ["table_wise"], "sharding_groups": groups}
-    machine = Machine(ranks_per_host=4, hosts=2, gpu="h100")
-    job = Job(model=OfflineModel.of_specs(specs), machine=machine, batch_size=256, settings=settings)
-    job.plan().save_plan(path)
+    model = collection(*(table(f"t{index}", ROWS, DIM) for index in range(TABLES)))
+    gpus = Machine(ranks_per_host=4, hosts=2, gpu="h100").topology()
+    given = {"sharding_types": ["table_wise"], "sharding_groups": groups, "batch_size": 256}
+    small_models.planned(model, topology=gpus, **given).save_plan(path)
     return SavedPlan.load(path)
 
 

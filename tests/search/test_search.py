@@ -16,7 +16,6 @@ from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.search.placing import packed_start
 from dreamshard_planner.search.reshards import ShardingState, wide_swaps
 from dreamshard_planner.search.search import search
-from dreamshard_planner.search.stacking import stacked_starts
 from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.search.states import in_steps
 from tests.exhaustive import planned_and_best_ms
@@ -111,24 +110,13 @@ def on_two_hosts(ms: list[list[float]], needs: Sequence[int] = (1,) * 6) -> Cost
 
 def test_tables_over_a_host_share_one_and_leave_ranks_to_whole_tables() -> None:
     cost = on_two_hosts([[1.5, 1.5], [1.5, 1.5], [3.0], [3.0]])
-    asked = OptionTotals(cost)
-    assert min(map(cost.overall_ms, level_starts(cost, asked))) == pytest.approx(4.5)
-    assert min(map(cost.overall_ms, stacked_starts(cost, asked))) == pytest.approx(3.0)
+    assert search(cost, [], SEARCH).overall_ms == pytest.approx(3.0)
 
 
-def test_a_table_that_fits_nowhere_goes_first_in_the_next_attempt() -> None:
-    """Largest first on the emptiest rank, four tables leave no rank to the last one, which needs all of its memory."""
+def test_a_table_that_needs_all_memory_of_a_rank_finds_one() -> None:
+    """Largest first on the emptiest rank, four tables leave no rank to the last one."""
     cost = on_two_hosts([[4.0], [4.0], [4.0], [1.5], [1.0]], needs=[5, 5, 5, 5, 10])
-    starts = stacked_starts(cost, OptionTotals(cost))
-    assert [cost.overall_ms(start) for start in starts] == pytest.approx([5.5, 5.5])
-
-
-@pytest.mark.parametrize("memory", [MEMORY, 300, 40])
-def test_stacked_starts_keep_within_memory(memory: int) -> None:
-    cost = sharding_cost(9, 5, memory)
-    found = stacked_starts(cost, OptionTotals(cost))
-    assert all(cost.problem.fits(start) for start in found) and bool(found) == (memory > 40)
-    assert stacked_starts(cost, OptionTotals(cost), effort=0.02) == []
+    assert search(cost, [], SEARCH).overall_ms == pytest.approx(5.5)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

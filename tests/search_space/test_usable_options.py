@@ -15,7 +15,7 @@ from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.search_space.enumeration import FastEnumerator
 from dreamshard_planner.search_space.options import is_torchrecs
 from dreamshard_planner.search_space.sharding_types import CW, TW
-from dreamshard_planner.search_space.usable_options import Halves, own_slices, usable_options, without_idle_halves
+from dreamshard_planner.search_space.usable_options import own_slices, usable_options
 
 
 def enumerated(*modules: nn.Module, device: str = "cpu") -> list[ShardingOption]:
@@ -109,17 +109,3 @@ def test_only_widths_that_kernels_run_well_are_halved(dim: int, halves: list[lis
         collection(table("t", dim=dim)), SHARDERS
     )
     assert [[shard.size[1] for shard in option.shards] for option in options if not is_torchrecs(option)] == halves
-
-
-def test_halves_of_light_tables_are_not_searched() -> None:
-    tables = [table("hot", 100_000, 64), *(table(f"t{i}", 10_000, 64) for i in range(6))]
-    constraints = {
-        config.name: ParameterConstraints(
-            sharding_types=["table_wise", "column_wise"], pooling_factors=[200.0 if config.name == "hot" else 1.0]
-        )
-        for config in tables
-    }
-    options = FastEnumerator(topology(), 64, constraints, variants=own_slices).enumerate(collection(*tables), SHARDERS)
-    kept = without_idle_halves(options, lambda some: [option.total_perf for option in some], ranks=2)
-    assert {option.name for option in kept if isinstance(option, Halves)} == {"hot"}
-    assert [o for o in kept if not isinstance(o, Halves)] == [o for o in options if not isinstance(o, Halves)]
