@@ -31,7 +31,9 @@ STARTS = 2
 GREEDINESS = 8.0
 """Times that an untrained policy's score takes the weighted excess."""
 BREADTH = 25_000
-"""Tables x ranks up to which the planner plays all roll-outs. It plays fewer, in proportion, of larger problems."""
+"""Tables x ranks up to which the planner plays all roll-outs. It plays fewer, in proportion, of larger problems, but
+:data:`FEWEST`."""
+FEWEST = 2
 LENGTH = 2_700_000
 """Tables x ranks x sweeps up to which a roll-out has all sweeps. Those of larger problems have the first and the last,
 or the first alone."""
@@ -265,7 +267,8 @@ def policy_starts(cost: Cost, policy: Policy, asked: OptionTotals, seconds: floa
     if not task.may_be_played:
         return []
     size = task.num_tables * cost.problem.num_ranks
-    types_ETN = opening_types(task.num_tables)[: portion(len(OPENINGS), min(1.0, BREADTH / size))]
+    roll_outs = max(FEWEST, portion(len(OPENINGS), min(1.0, BREADTH / size)))
+    types_ETN = opening_types(task.num_tables)[:roll_outs]
     later = min(len(SWEEPS), max(1, LENGTH // size)) - 1
     sweeps = [SWEEPS[0], *SWEEPS[len(SWEEPS) - later :]]
     best: dict[int, tuple[float, Sharding]] = {}
