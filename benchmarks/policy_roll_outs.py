@@ -6,7 +6,7 @@
 
     level       the best level start
     greedy      one greedy roll-out of the policy that ships
-    starts      the best of its roll-outs, as the planner plays them: one for each of eight openings
+    starts      the best of its roll-outs, as the planner plays them: one for each opening
     first       the same after their first sweep alone, which is all that the policy decides
     whole       one greedy roll-out that leaves tables whole
     quick       the search of effort="quick": the roll-outs, polished

@@ -31,9 +31,9 @@ STARTS = 2
 GREEDINESS = 8.0
 """Times that an untrained policy's score takes the weighted excess."""
 BREADTH = 25_000
-"""Tables x ranks up to which the planner plays all roll-outs. It plays fewer, in proportion, of larger problems, but
-:data:`FEWEST`."""
+"""Tables x ranks up to which the planner plays all roll-outs. It plays fewer, in proportion, of larger problems."""
 FEWEST = 2
+"""Roll-outs of the largest problems."""
 LENGTH = 2_700_000
 """Tables x ranks x sweeps up to which a roll-out has all sweeps. Those of larger problems have the first and the last,
 or the first alone."""
@@ -55,9 +55,9 @@ class Opening:
 
     types: Sequence[str]
     heaviest: float = 0.0
-    """Share of the tables, the first ones, that use other types,"""
+    """Share of the tables, the first in a task's order, that use :attr:`theirs` instead."""
     theirs: Sequence[str] = ()
-    """which are these."""
+    """Sharding types of the heaviest tables."""
 
 
 OPENINGS = (
