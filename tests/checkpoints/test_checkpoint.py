@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError, driver
 from dreamshard_planner.checkpoints import choice
-from dreamshard_planner.checkpoints.choice import resolve
+from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.devices import UNKNOWN_CARD
 from dreamshard_planner.measure.hardware import describe_hardware
@@ -257,3 +257,19 @@ def test_without_the_variable_it_is_in_the_users_data_folder(tmp_path: Path, mon
     monkeypatch.delenv("DREAMSHARD_HOME")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert choice.folder() == tmp_path / "dreamshard_planner" / "checkpoints" and choice.files() == []
+
+
+def test_what_ships() -> None:
+    measured, roofline = resolve("auto", "cpu"), resolve("auto", "cuda")
+    assert measured.cost is not None and measured.metadata["hardware"]["device"] == "cpu"
+    assert roofline.cost is None and "roofline" in roofline.name
+    for checkpoint in (measured, roofline):
+        assert (SHIPPED / checkpoint.name).stat().st_size < 2**20
+
+
+def test_a_card_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    for name in ("nvidia-h200", "roofline"):
+        keep(tmp_path / f"{name}.safetensors")
+    assert shipped(tmp_path, "cuda", "NVIDIA H200").name == "nvidia-h200.safetensors"
+    for card in ("NVIDIA A100-SXM4-80GB", None):
+        assert shipped(tmp_path, "cuda", card).name == "roofline.safetensors"
