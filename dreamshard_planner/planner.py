@@ -199,7 +199,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
         self._loop: SearchLoop | None = None
-        self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
+        self._result: PlanResult | str = (
+            "plan first, on this rank (DistributedModelParallel and collective_plan plan on rank 0 alone)"
+        )
 
     def __copy__(self) -> DreamShardPlanner:
         other = type(self).__new__(type(self))
