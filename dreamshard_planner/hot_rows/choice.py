@@ -58,10 +58,12 @@ class HotRowsChoice:
     """Bytes that a rank sends per step without hot rows, for all tables, mean over ranks."""
     after_bytes: float = 0.0
     """Bytes that a rank sends per step with hot rows, their all-reduce included."""
+    lack: str = f"they would not lower the predicted cost of a step by {LEAST_GAIN:.0%}"
+    """Reason of a plan without hot rows."""
 
     def __str__(self) -> str:
         if not self.hot_rows:
-            return "no hot rows: they would not lower the predicted cost of a step"
+            return f"no hot rows: {self.lack}"
         before, after = (size_in_words(int(sent)) for sent in (self.before_bytes, self.after_bytes))
         return (
             f"hot rows lower the predicted step from {self.before_ms:.3f} to {self.after_ms:.3f} ms, and the bytes "
@@ -114,7 +116,11 @@ def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_
     """
     candidates = {fqn_of(one.option): one for one in _candidates(model)} if budget_bytes else {}
     if not candidates:
-        return HotRowsChoice(tuple(plan))
+        counted = model.settings.statistics is not None
+        lack = (
+            "no sequence table with counted rows may have them" if counted else "no statistics tell which rows are hot"
+        )
+        return HotRowsChoice(tuple(plan), lack=lack)
     before = best = _rated(model, plan, candidates, {})
     reads = torch.cat([one.reads for one in candidates.values()])
     costs_bytes = torch.cat([torch.full((len(one.ids),), one.row_bytes) for one in candidates.values()])
@@ -135,7 +141,7 @@ def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_
             best = _better(best, _rated(model, plan, candidates, others))
     if best.ms > before.ms * (1 - LEAST_GAIN):
         best = before
-    sent_bytes = (_sent_bytes(one.plan) for one in (before, best))
+    sent_bytes = _sent_bytes(before.plan), _sent_bytes(best.plan)
     return HotRowsChoice(tuple(best.plan.options), sum(best.counts.values()), before.ms, best.ms, *sent_bytes)
 
 
