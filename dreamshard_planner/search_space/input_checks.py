@@ -213,34 +213,49 @@ def doubtful_inputs(
     for a table of the model, and tables whose constraint names another device.
     """
     of_others = _constraints_of_others(module, tables, constraints, every=True)
-    found = [] if of_others is None else [of_others]
-    groups = {name: one.device_group or compute_device for name, one in (constraints or {}).items()}
+    named: dict[str, list[str]] = {}
+    """Tables of each reason."""
     for table in tables:
-        if (group := groups.get(table.name, compute_device)) != compute_device:
-            found.append(
-                f"table {table.fqn!r} is left out: the device_group of its constraint is {group!r}, the topology's "
-                f"device {compute_device!r}, and TorchRec shards no module without one of its tables"
-            )
-        rows, dim = table.parameter.shape
-        dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes
-        if compute_device == "cuda" and dim % DIM_STEP:
-            found.append(
-                f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}, such as "
-                f"{-(-dim // DIM_STEP) * DIM_STEP}"
-            )
-        if compute_device == "cpu":
-            found += _unrunnable_on_cpu(table, (constraints or {}).get(table.name, ParameterConstraints()))
-        if dim > MAX_MEANT_DIM:
-            found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
-        counted = {} if statistics is None or table.owner.remaps_ids else statistics
-        for name in table.feature_names:
-            ids = counted[name].ids if name in counted else None
-            if ids is not None and ids.end > rows:
-                found.append(
-                    f"table {table.fqn!r} has {rows:,} rows, and statistics of its feature {name!r} count ids up to "
-                    f"{ids.end - 1:,}: they may be of another table, or FBGEMM reads row 0 instead"
-                )
+        constraint = (constraints or {}).get(table.name, ParameterConstraints())
+        for reason in _doubts(table, statistics, compute_device, constraint):
+            named.setdefault(reason, []).append(table.fqn)
+    found = [] if of_others is None else [of_others]
+    for reason, (first, *others) in named.items():
+        found.append(f"table {first!r}{f' (and {len(others)} more)' if others else ''} {reason}")
     return tuple(found)
+
+
+def _doubts(
+    table: ShardableTable,
+    statistics: TableStatistics | None,
+    compute_device: str,
+    constraint: ParameterConstraints,
+) -> Iterator[str]:
+    """Tell what is hardly meant of one table."""
+    if (group := constraint.device_group or compute_device) != compute_device:
+        yield (
+            f"is left out: the device_group of its constraint is {group!r}, the topology's device {compute_device!r}, "
+            "and TorchRec shards no module without one of its tables"
+        )
+    rows, dim = table.parameter.shape
+    dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes
+    if compute_device == "cuda" and dim % DIM_STEP:
+        yield (
+            f"has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}, such as "
+            f"{-(-dim // DIM_STEP) * DIM_STEP}"
+        )
+    if compute_device == "cpu":
+        yield from _unrunnable_on_cpu(table, constraint)
+    if dim > MAX_MEANT_DIM:
+        yield f"has {rows:,} rows of dim {dim:,}: perhaps these have changed places"
+    counted = {} if statistics is None or table.owner.remaps_ids else statistics
+    for name in table.feature_names:
+        ids = counted[name].ids if name in counted else None
+        if ids is not None and ids.end > rows:
+            yield (
+                f"has {rows:,} rows, and statistics of its feature {name!r} count ids up to {ids.end - 1:,}: they may "
+                "be of another table, or FBGEMM reads row 0 instead"
+            )
 
 
 def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) -> Iterator[str]:
@@ -252,7 +267,7 @@ def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) 
     weights, known = str(dtype).removeprefix("torch."), ", ".join(CPU_OPTIMIZERS)
     if weights not in CPU_WEIGHTS:
         yield (
-            f"table {table.fqn!r} has weights of {weights}, and FBGEMM's CPU kernels train "
+            f"has weights of {weights}, and FBGEMM's CPU kernels train "
             f"{' and '.join(CPU_WEIGHTS)}: set data_type in its config, or train it on GPUs"
         )
     types = constraint.sharding_types
@@ -262,14 +277,14 @@ def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) 
     output = str(output_type(params)).removeprefix("torch.")
     if output not in CPU_OUTPUTS:
         yield (
-            f"table {table.fqn!r} has outputs of {output}, and FBGEMM's fused kernels on CPUs give "
+            f"has outputs of {output}, and FBGEMM's fused kernels on CPUs give "
             f"{' and '.join(CPU_OUTPUTS)}: leave output_dtype out of its constraint and its sharder's fused_params, or "
             "train it on GPUs"
         )
     optimizer = optimizer_name(table.parameter, params)
     if optimizer not in CPU_OPTIMIZERS:
         yield (
-            f"table {table.fqn!r} has the in-backward optimizer {optimizer}, and FBGEMM's CPU kernels have {known}: "
+            f"has the in-backward optimizer {optimizer}, and FBGEMM's CPU kernels have {known}: "
             "DistributedModelParallel would end in an AssertionError. Apply one of these, or train it on "
             "GPUs"
         )

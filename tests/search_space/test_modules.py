@@ -130,12 +130,12 @@ def test_features_without_names_are_told_by_their_table() -> None:
 def test_tables_that_cpu_kernels_cannot_train_are_warned_of(
     optimizer: type, data_type: DataType, says: str | None
 ) -> None:
-    model = collection(table("t", data_type=data_type), optimizer=optimizer)
+    model = collection(table("t", data_type=data_type), table("o", data_type=data_type), optimizer=optimizer)
     assert doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cuda") == ()
     doubts = doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cpu")
     assert len(doubts) == (says is not None)
-    assert all("table 't' has" in doubt and str(says) in doubt for doubt in doubts)
-    replicated = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
+    assert all("table 't' (and 1 more) has" in doubt and str(says) in doubt for doubt in doubts)
+    replicated = dict.fromkeys("to", ParameterConstraints(sharding_types=["data_parallel"]))
     doubts = doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cpu", replicated)
     assert len(doubts) == (data_type is DataType.BF16)
 
