@@ -65,20 +65,21 @@ def assumptions(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
 @torch.no_grad()
 def _lookups(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
     context, settings = model.context, model.settings
-    given = [(one.name, feature) for one in plan for feature in context.reader.declared(one).features]
-    unknown = sorted(feature for table, feature in given if not settings.tells_lookups(table, feature))
+    given = [(one, feature) for one in plan for feature in context.reader.declared(one).features]
+    unknown = [(one, feature) for one, feature in given if not settings.tells_lookups(one.name, feature)]
     if not unknown:
         return ()
     # Features of an nn.EmbeddingBag have no names.
-    unnamed = {f"of table {fqn_of(one)!r}" for one in plan if "" in context.reader.declared(one).features}
-    shown = [*filter(None, unknown), *(sorted(unnamed) if "" in unknown else ())]
+    every, shown = (
+        sorted({feature or f"of table {fqn_of(one)!r}" for one, feature in some}) for some in (given, unknown)
+    )
     text = (
-        f"one lookup per sample is assumed for {len(unknown)} of {len(given)} features ({first_of(shown, NAMED)}), "
+        f"one lookup per sample is assumed for {len(shown)} of {len(every)} features ({first_of(shown, NAMED)}), "
         "since neither statistics nor pooling_factors tell"
     )
-    figures = {"features": float(len(unknown)), "of_features": float(len(given))}
+    figures = {"features": float(len(shown)), "of_features": float(len(every))}
     if context.cost_source != "torchrec":  # its estimates stay those that the options came with
-        many = dict.fromkeys(unknown, FeatureStatistics(MANY_LOOKUPS))
+        many = dict.fromkeys((feature for _, feature in unknown), FeatureStatistics(MANY_LOOKUPS))
         other = context.with_statistics(TableStatistics({**dict(settings.statistics or {}), **many}))
         one_ms, ten_ms = (each.rated(plan).total_ms for each in (context, other))
         # More lookups never take less. A network errs by more than a few lookups take in a nearly empty kernel.

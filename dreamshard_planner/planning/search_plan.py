@@ -340,7 +340,8 @@ def _roll_outs(context: PlanRater, plans: dict[str, Sharding | None]) -> Further
 
     def starts(cost: Cost, asked: OptionTotals, seconds: float | None) -> list[Sharding]:
         made = policy_starts(cost, context.ranks.checkpoint.policy, asked, seconds)
-        plans["policy"] = made[0] if made else None
+        if made:
+            plans["policy"] = made[0]
         return made
 
     return starts

@@ -16,7 +16,7 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, PlacementCosts, 
 from dreamshard_planner.search.search import SearchResult
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.support.documents import STRICT, Amount, Count, Finite, Share, Unbounded, document_of
-from dreamshard_planner.support.formatting import short_words
+from dreamshard_planner.support.formatting import memory_in_words, short_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 MAX_RANKS_SHOWN = 8
@@ -491,12 +491,8 @@ def _rounded(value: Any) -> Any:
 
 def _memory_line(entry: MemoryEntry) -> str:
     rank = entry.fullest
-    used, limit = entry.used_bytes[rank], entry.limit_bytes[rank]
-    unit, name = (2**30, "GiB") if limit >= 2**30 else (2**20, "MiB")
-    return (
-        f"{entry.kind}: rank {rank} is the fullest, with {used / unit:.2f} of {limit / unit:.2f} {name} that the "
-        "storage reservation leaves."
-    )
+    used, limit = memory_in_words(entry.used_bytes[rank]), memory_in_words(entry.limit_bytes[rank])
+    return f"{entry.kind}: rank {rank} is the fullest, with {used} of the {limit} that the storage reservation leaves."
 
 
 def _line(entry: ReportEntry, chosen: ReportEntry) -> str:

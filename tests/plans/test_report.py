@@ -112,7 +112,7 @@ def test_batches_larger_than_measured_are_noted() -> None:
     for batch_size in (16_384, 131_072):
         made = planned(small_model(), batch_size=batch_size)
         notes[batch_size] = [note for note in made.report().notes if "samples per batch" in note.text]
-    assert notes[16_384] == [] and "more samples per batch than was measured (262,144 against" in notes[131_072][0].text
+    assert notes[16_384] == [] and "more samples per batch than measured (262,144 against" in notes[131_072][0].text
 
 
 def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
@@ -233,6 +233,24 @@ def test_only_what_nobody_said_is_assumed() -> None:
     made = planned(small_model(), statistics=statistics, constraints=constraints)
     (note,) = [note for note in made.report().notes if note.code == "assumption"]
     assert "6 of 9 features (t2_f0," in note.text
+
+
+def test_features_of_several_tables_are_assumed_once() -> None:
+    shared = nn.ModuleDict({"one": collection(table("t")), "two": collection(table("t"))})
+    (note,) = [note for note in planned(shared).report().notes if note.code == "assumption"]
+    assert "1 of 1 features (t_f0)" in note.text
+
+
+def test_a_policy_that_can_play_no_plan_has_no_row() -> None:
+    """An action places all slices of a table on ranks of their own."""
+    slices = ParameterConstraints(sharding_types=["column_wise"], min_partition=4)
+    report = planned(collection(table("t", dim=20)), constraints={"t": slices}).report()
+    assert len(report.tables[0].ranks) == 5 and "policy" not in {rival.name for rival in report.rivals}
+
+
+def test_memory_is_told_in_a_unit_of_its_size() -> None:
+    (line,) = [line for line in str(planned(small_model()).report()).splitlines() if "the fullest" in line]
+    assert re.fullmatch(r"DDR: .* with [\d.]+ KiB of the [\d.]+ GiB that the storage reservation leaves\.", line), line
 
 
 def test_host_memory_of_gpus_is_an_assumption_where_tables_lie_there() -> None:
