@@ -300,13 +300,13 @@ def outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> 
     notes = []
     for outside_X, bound, side in (
         (values_X[values_X > high * 1.01], high, "more"),
-        (values_X[values_X < low * 0.99], low, "less"),
+        (values_X[values_X < low * 0.99], low, "fewer"),
     ):
         if len(outside_X):
             extreme = (outside_X.max() if side == "more" else outside_X.min()).item()
             figures = " against ".join(f"{float(f'{value:.6g}'):,.0f}" for value in (extreme, bound))
             notes.append(
-                f"{len(outside_X)} {what} have {side} {name} than was measured ({figures}); their cost is extrapolated"
+                f"{len(outside_X)} {what} have {side} {name} than measured ({figures}); their cost is extrapolated"
             )
     return notes
 

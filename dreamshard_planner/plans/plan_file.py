@@ -186,7 +186,7 @@ class TopologyInputs:
     compute_device: Literal["cpu", "cuda", "mtia"]
     world_size: Several
     local_world_size: Several
-    """Ranks of a host. The last one may have less, and there may be less ranks than that."""
+    """Ranks of a host. The last one may have fewer, and there may be fewer ranks than that."""
     memory_bytes: dict[str, tuple[Count, ...]]
     """Bytes of every rank, by :data:`~dreamshard_planner.cost.problem.MEMORY_KINDS`, before any reservation."""
     bandwidths: dict[str, Unbounded]

@@ -96,8 +96,8 @@ def test_cost_is_finite_and_grows_far_outside_of_training(network: CostNetwork) 
     table = Table("t", 10**9, 256, (FeatureStatistics(3000.0),))
     features_SF = feature_matrix(workloads_of([table], 4096))
     notes = network.notes(features_SF, network.encode(features_SF))
-    assert any("fused group(s) have more lookups than was measured" in note for note in notes)
-    assert any("table(s) have more rows than was measured (1,000,000,000 against" in note for note in notes)
+    assert any("fused group(s) have more lookups than measured" in note for note in notes)
+    assert any("table(s) have more rows than measured (1,000,000,000 against" in note for note in notes)
 
 
 def test_fitting_is_deterministic(split) -> None:
