@@ -508,7 +508,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise ValueError(f"steps are a whole number from 0, got {steps!r}")
         result = self._last() if statistics is None and self.plan_loader is None else self._afresh(statistics)
-        moving = Moving(bytes_per_s or link_bytes_per_s(self._topology), restart_seconds)
+        moving = Moving(link_bytes_per_s(self._topology) if bytes_per_s is None else bytes_per_s, restart_seconds)
         return replanned(result.model, current, result.plan, steps, moving, max_bytes_moved, lost)
 
     def _afresh(self, statistics: TableStatistics | None) -> PlanResult:

@@ -198,7 +198,10 @@ def best(curve: Sequence[Move], steps: int, max_bytes_moved: int | None) -> int:
 
     Raises:
         PlanError: each moves more bytes than may move.
+        ValueError: a negative limit.
     """
+    if max_bytes_moved is not None and max_bytes_moved < 0:
+        raise ValueError(f"max_bytes_moved must be at least 0, got {max_bytes_moved}")
     allowed = [
         index for index, move in enumerate(curve) if max_bytes_moved is None or move.bytes_moved <= max_bytes_moved
     ]
