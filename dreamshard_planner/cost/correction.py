@@ -94,11 +94,11 @@ class StageCheck:
 
 
 def errors_in_words(checks: Sequence[StageCheck]) -> str:
-    """Return the errors that are left, as ``SGD (4 and 6 % off), Adagrad (7 and 9 % off)``."""
+    """Return the errors that are left, as ``SGD (forward 4 % off, backward 6 % off)``."""
     off: dict[str, list[str]] = {}
     for check in checks:
-        off.setdefault(OPTIMIZERS[check.optimizer], []).append(f"{100 * check.after:.0f}")
-    return ", ".join(f"{name} ({' and '.join(errors)} % off)" for name, errors in off.items())
+        off.setdefault(OPTIMIZERS[check.optimizer], []).append(f"{check.direction} {100 * check.after:.0f} % off")
+    return ", ".join(f"{name} ({', '.join(errors)})" for name, errors in off.items())
 
 
 def choose_corrections(

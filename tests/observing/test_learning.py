@@ -1,6 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Costs of kernels and exchanges learned from observed steps."""
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
     assert (
         said in result.output and "never observed, and as before: SGD, row-wise Adagrad, column_wise" in result.output
     )
+    assert re.search(r": Adagrad \(forward \d+ % off, backward \d+ % off\); ", made.metadata["learned"]["said"])
     assert said in run("info", "auto").output.replace("\n", " ")
     (finding,) = (one for one in diagnose() if one.subject == "costs on cpu")
     assert "bandwidths, costs learned from 2 runs on this hardware" in finding.found
