@@ -146,7 +146,7 @@ class Remembered:
         elif gain < least:
             text = (
                 "the plan of an earlier training is kept: the searched one is predicted to gain "
-                f"{max(0, 100 * gain):.1f} %, less than the {100 * least:.0f} % that costs can tell"
+                f"{max(0, 100 * gain):.1f} %, less than the {100 * least:.0f} % by which costs may be off"
             )
         else:
             return None
