@@ -87,7 +87,8 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "inter-bandwidth": ("inter_bytes_per_s", bytes_per_s),
     "hot-rows": ("hot_rows_bytes", size_bytes),
 }
-"""Axis and reader of its values, by the option that gives one value. Results carry an axis's first option."""
+"""Axis and reader of its values, by the option that gives one value. Results carry an axis's first option, or ``ranks``
+for CPU ranks."""
 
 
 @command(
@@ -120,7 +121,7 @@ def what_if(
     effort = "quick" if options.effort is None else options.effort.value
     with working("planning"):
         found = what_if(job, varied or _around(job), saved, effort)
-    show(found, format, *_sweeps(found, effort))
+    show(found, format, *_sweeps(found, effort, job.machine.device))
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -147,9 +148,9 @@ def _around(job: Job) -> dict[str, list[Any]]:
     return around
 
 
-def _sweeps(found: WhatIf, effort: str) -> list[RenderableType]:
+def _sweeps(found: WhatIf, effort: str, device: str) -> list[RenderableType]:
     columns = ("", "machine", "batch size", "total ms", "vs now", "compute", "collectives", "us per sample", "memory")
-    points = [("now", found.base), *((_label(p), p) for sweep in found.sweeps.values() for p in sweep)]
+    points = [("now", found.base), *((_label(p, device), p) for sweep in found.sweeps.values() for p in sweep)]
     return [
         f"Predicted milliseconds of embedding work per training step, of plans searched with --effort {effort}. "
         f"Compute: {found.cost_source}.",
@@ -168,8 +169,10 @@ def _row(label: str, point: Point, base: Point) -> tuple[Any, ...]:
     return (label, point.machine, point.batch_size, *costs, f"{point.fullest:.0%}")
 
 
-def _label(point: Point) -> str:
+def _label(point: Point, device: str) -> str:
     name = next(name for name, (axis, _) in AXES.items() if axis == point.axis)
+    if point.axis == "ranks" and device == "cpu":
+        name = point.axis
     if isinstance(point.value, str):
         return f"{name} {point.value}"
     if point.axis == "hot_rows_bytes":

@@ -438,6 +438,9 @@ def test_what_if_varies_what_is_asked(folder: Path, tmp_path: Path) -> None:
     values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
     slow, fast = values.pop("intra_bytes_per_s")
     assert values == {"ranks": [1, 4], "batch_size": [128, 512]} and fast == 4 * slow
+    on_cpu = ("--ranks", "2", "--device", "cpu", "--memory", "64GB", "--batch-size", "64", "--effort", "quick")
+    run("plan", *SMALL[:2], *on_cpu, "--out", plan)
+    assert "\nranks 1 " in run("what-if", plan, "--vary", "ranks=1").stdout
     wrong = run("what-if", plan, "--vary", "gpu=h20", status=2).stderr
     assert "unknown GPU 'h20' (did you mean 'h200'?)" in " ".join(wrong.replace("│", "").split())
 
