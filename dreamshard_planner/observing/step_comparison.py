@@ -25,6 +25,7 @@ from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.hooks import kernels_in, lookups_of
 from dreamshard_planner.observing.observation import WARM_UP, Observation
 from dreamshard_planner.observing.observer import END_DEFAULT, observe
+from dreamshard_planner.search_space.sharding_types import DP
 
 Step = Callable[[Iterator[Any]], object]
 """Trains one step on the next batch of an iterator, as ``progress`` of TorchRec's pipelines does."""
@@ -72,6 +73,8 @@ class StepComparison:
         differing += [(kind, *(of_plan.get(kind, "-") for of_plan in work.values())) for kind in kinds]
         size = f"{len(copies)} model(s) of each plan, {len(copies[0])} rounds of {self.block_steps} steps each"
         legend = "Kernels: fastest to slowest rank. Collectives: without waiting for the slowest rank; most bytes sent."
+        if f"{DP} kernels" in kinds:
+            legend += f" The all-reduce and the update of {DP} tables are not shown."
         return "\n".join([size, *_columns(rows), *(["", *_columns(differing), legend] if work else [])])
 
 

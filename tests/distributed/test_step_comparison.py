@@ -91,6 +91,7 @@ def test_plans_train_alike_in_turns_and_their_work_is_told() -> None:
     assert all(len(seen.runs[0].ranks) == 2 for seen in compared.observed.values())
     (cells,) = [line.split() for line in str(compared).splitlines() if line.startswith("data_parallel kernels")]
     assert cells[2:] == ["-", "-", *compared.work("data_parallel")["data_parallel kernels"].split()]
+    assert str(compared).endswith("The all-reduce and the update of data_parallel tables are not shown.")
 
 
 def test_ratios_are_of_blocks_of_one_round() -> None:
