@@ -45,7 +45,9 @@ from dreamshard_planner.planning.plan_notes import lost_optimizers, missing_opti
 from dreamshard_planner.planning.ranks import (
     PlannedRanks,
     ShardingGroups,
+    check_hosts,
     check_ranks,
+    check_tables,
     gathered,
     plan_on_rank_0,
     read_topology,
@@ -325,7 +327,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             DreamShardError: there is no process group; or its size is no multiple of the topology's ranks (in 2D
-                parallelism every sharding group follows the same plan).
+                parallelism every sharding group follows the same plan); tables differ between ranks; or TorchRec would
+                form other groups of ranks than the plan's hosts.
         """
         if pg is None:
             pg = dist.group.WORLD
@@ -363,9 +366,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 logger.warning("planned without what earlier trainings observed: %s", error)
             return self.plan(module, given)
 
+        def checked() -> ShardingPlan:
+            plan = make()
+            if self._topology.world_size == ranks:
+                check_hosts(plan, self._topology)
+            return plan
+
         try:
+            check_tables(module, pg)
             found = gathered(pg, device_to_read)
-            return plan_on_rank_0(make, pg)
+            return plan_on_rank_0(checked, pg)
         finally:
             del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
 

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
-from torchrec.distributed.comm import get_local_size, get_topology_domain_multiple
+from torch import nn
+from torchrec.distributed.comm import (
+    get_local_size,
+    get_topology_domain_multiple,
+    get_topology_group_world_size,
+)
 from torchrec.distributed.planner.types import DeviceHardware, PlannerError, Storage, Topology
 from torchrec.distributed.types import ShardingPlan
 
@@ -23,7 +28,9 @@ from dreamshard_planner.driver import Card
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.measure.ranks import Ranks
-from dreamshard_planner.support.formatting import gb_per_s
+from dreamshard_planner.search_space.modules import table_configs
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.formatting import first_of, gb_per_s
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.compat import resize_topology
 
@@ -335,3 +342,46 @@ def check_ranks(planned: int, all_ranks: Topology | None, ranks: int, in_groups:
             f"the process group has {ranks} ranks, which are no whole number of sharding groups of the {planned} ranks "
             "that the planner's topology has"
         )
+
+
+def check_tables(module: nn.Module, pg: dist.ProcessGroup) -> None:
+    """Raise DreamShardError on all ranks, naming the table, if a rank has other tables than rank 0, which plans.
+
+    All ranks call this.
+    """
+    ranks = Ranks(pg.rank(), pg.size(), group=pg)
+
+    def sizes() -> dict[str, list[int]]:
+        return {
+            f"{path}.{name}".removeprefix("."): [config.num_embeddings, config.embedding_dim]
+            for path, child in module.named_modules()
+            for name, config in table_configs(child, deep=False).items()
+        }
+
+    def difference(first: dict[str, list[int]]) -> str | None:
+        here = sizes()
+        name = next((name for name in first | here if first.get(name) != here.get(name)), None)
+        if name is None:
+            return None
+        there, own = (f"of {of[name]} rows and columns" if name in of else "missing" for of in (first, here))
+        return f"table {name!r} is {there} on rank 0 and {own} on rank {pg.rank()}: build one model on all ranks"
+
+    with neutral():
+        first = ranks.from_first(sizes)
+        if told := next(filter(None, ranks.gather(lambda: difference(first))), None):
+            raise DreamShardError(told)
+
+
+def check_hosts(plan: ShardingPlan, topology: Topology) -> None:
+    """Raise DreamShardError if tables lie over hosts, or pods, that are not the groups of ranks that TorchRec forms."""
+    tables = {name: one.sharding_type for module in plan.plan.values() for name, one in module.items()}
+    spread = [name for name, kind in tables.items() if kind in SHARDING_TYPES and SHARDING_TYPES[kind].span == "host"]
+    if not spread or (formed := get_topology_group_world_size(topology.world_size)) == topology.intra_group_size:
+        return
+    pods = topology.intra_group_size // topology.local_world_size
+    raise DreamShardError(
+        f"{first_of(spread)} lie over {topology.intra_group_size} ranks each (the topology's local_world_size and "
+        f"pod_size), and TorchRec forms groups of {formed} here: give the topology the ranks of a host that "
+        "LOCAL_WORLD_SIZE says"
+        + (f", and set TORCHREC_RESOLVED_POD_SIZE={pods} (before TorchRec 1.8, TOPOLOGY_DOMAIN_MULTIPLE)" * (pods > 1))
+    )

@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank, run_on_ranks
+from small_models import collection, table
 from tiny import SHARDERS, TinyModel, make_planner
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from dreamshard_planner import (
@@ -81,6 +82,14 @@ def plan_of_a_sharding_group(rank: Rank) -> str:
 
 def wrong_size(rank: Rank) -> str:
     return _planned(DreamShardPlanner(effort="quick", topology=_topology(rank, more=1)), rank)
+
+
+def other_rows(rank: Rank) -> str:
+    """The rows of a table follow a rank's own data."""
+    model = collection(table("t", 1000 + rank.rank))
+    with pytest.raises(DreamShardError) as caught:
+        DreamShardPlanner(topology=_topology(rank)).collective_plan(model, list(SHARDERS))
+    return str(caught.value)
 
 
 class LockedError(ValueError):
@@ -221,6 +230,7 @@ EVERYWHERE = (
     no_room,
     plan_of_a_sharding_group,
     wrong_size,
+    other_rows,
     raised,
     ranks_given_other_things,
     in_states,
@@ -260,6 +270,27 @@ def test_all_ranks_get_the_error(told: dict[str, list[Any]]) -> None:
     ranks, sizes = len(told["wrong_size"]), set(told["wrong_size"])
     assert len(sizes) == 1
     assert f"has {ranks} ranks, which are no whole number of sharding groups of the {ranks + 1} ranks" in sizes.pop()
+
+
+def test_ranks_with_other_tables_are_refused_by_name(told: dict[str, list[Any]]) -> None:
+    (text,) = set(told["other_rows"])
+    assert text.startswith(
+        "table 't' is of [1000, 16] rows and columns on rank 0 and of [1001, 16] rows and columns on"
+    )
+
+
+@pytest.mark.parametrize(("on_host", "pods", "says"), [(2, 1, None), (4, 1, "groups of 2"), (2, 2, "POD_SIZE=2")])
+def test_hosts_that_torchrec_does_not_form_are_refused(
+    on_host: int, pods: int, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TorchRec groups ranks by the environment, and not by the plan."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    four = Topology(4, "cuda", local_world_size=on_host, pod_size=pods)
+    rows = {"t": ParameterConstraints(sharding_types=["table_row_wise"])}
+    planner = DreamShardPlanner(effort="quick", topology=four, constraints=rows)
+    plan = planner.plan(collection(table("t")), list(SHARDERS))
+    with pytest.raises(DreamShardError, match=f"^t lie over 4 ranks each .*{says}") if says else nullcontext():
+        ranks.check_hosts(plan, four)
 
 
 @pytest.mark.parametrize("name", ERRORS)
