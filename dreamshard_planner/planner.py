@@ -62,8 +62,10 @@ from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search.effort import DEFAULT_EFFORT
 from dreamshard_planner.search_space.constraints import given_constraints
+from dreamshard_planner.search_space.input_checks import checked_sharders
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
+from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -246,7 +248,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             remembered: observed plans of the module's tables, which may be kept.
             falls_back: whether TorchRec's plan is taken if ours gains too little.
         """
-        sharders = list(sharders)
+        sharders = checked_sharders(sharders)
         self._best_plan = None
         try:
             model = self._begin(module, sharders, settings, remembered, falls_back)
@@ -260,6 +262,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 raise PlannerError(reason, error.error_type) from None
             if self._best_plan is None:
                 self._result = "the last planned module has no table that its sharders shard"
+                if model.unsharded:
+                    text = f"the plan is empty: no sharder is for the model's {first_of(model.unsharded)}"
+                    warnings.warn(text, InputWarning, stacklevel=4)
             else:
                 self._result = PlanResult.of(model, self._chosen, self._best_plan)
         except BaseException as error:
@@ -281,7 +286,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlannerError, StatisticsError: as :meth:`plan`, except for tables that do not fit.
         """
         self._result = "the last module was read, and not planned"
-        self._begin(module, list(sharders), self._settings)
+        self._begin(module, checked_sharders(sharders), self._settings)
 
     def _begin(
         self,

@@ -52,6 +52,7 @@ from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_o
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.usable_options import mixed_exchanges
 from dreamshard_planner.support.fingerprint import canonical, digest
+from dreamshard_planner.support.formatting import memory_in_words
 from dreamshard_planner.support.torch_state import single_thread
 from dreamshard_planner.workload.tables import FeatureStatistics
 
@@ -115,13 +116,22 @@ class ModelProblem:
             constraints, statistics, sharders, legal, settings.optimizers_attached, in_groups=ranks.groups > 1
         )
         context = PlanRater(ranks, reader, settings.cost_source, constraints, sharders)
-        left = reservation.reserve(
-            topology=topology,
-            batch_size=settings.batch_size,
-            module=module,
-            sharders=sharders,
-            constraints=constraints,
-        )
+        try:
+            left = reservation.reserve(
+                topology=topology,
+                batch_size=settings.batch_size,
+                module=module,
+                sharders=sharders,
+                constraints=constraints,
+            )
+        except PlannerError as error:
+            memory = topology.devices[0].storage
+            sizes = f"{memory_in_words(int(memory.hbm))} of HBM and {memory_in_words(int(memory.ddr))} of DDR"
+            raise PlannerError(
+                f"the storage reservation needs more than rank 0 has, {sizes} (hbm_cap and ddr_cap of "
+                f"Topology are bytes).\nTorchRec: {error}",
+                error.error_type,
+            ) from None
         enumerator = enumerator or context.enumerator(settings.batch_size)
         return cls(
             settings=settings,

@@ -277,16 +277,18 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
     Raises:
         PlannerError: the shards do not fill units, or the topology has incomplete hosts.
     """
-    span, impossible = num_ranks(type_of(option).span, topology), impossible_types(topology)
+    spec, impossible = type_of(option), impossible_types(topology)
+    span = num_ranks(spec.span, topology)
     if why := impossible.get(option.sharding_type):
         raise cannot_lie_so(
             f"table {fqn_of(option)!r} belongs on one host, and {why}: give Topology "
             "a local_world_size (and pod_size) that divides its world_size"
         )
-    if not parts or len(parts) % span:
+    first_rows = [index for index, shard in enumerate(option.shards) if spec.splits_rows and shard.offset[0] == 0]
+    if not parts or len(parts) % span or (spec.splits_rows and first_rows != [*range(0, len(parts), span)]):
         raise cannot_lie_so(
             f"table {fqn_of(option)!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
-            f"which do not fill units of {span} ranks"
+            f"which do not fill units of {span} ranks: make plan and enumerator with the planner's topology"
         )
     return tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
 

@@ -17,7 +17,13 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
-from dreamshard_planner.search_space.input_checks import check_constraint, check_per_feature, check_shared, per_feature
+from dreamshard_planner.search_space.input_checks import (
+    PER_FEATURE,
+    check_constraint,
+    check_per_feature,
+    check_shared,
+    per_feature,
+)
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
     exchange_codecs,
@@ -184,7 +190,8 @@ class PlanningConstraints(dict[str, ParameterConstraints]):
 def given_constraints(
     constraints: Mapping[str, ParameterConstraints | None] | None,
 ) -> dict[str, ParameterConstraints] | None:
-    """Copy without entries of None, which TorchRec ignores; TypeError names the table of any other value."""
+    """Copy without entries of None, which TorchRec ignores, and with plain numbers for NumPy's and torch's; TypeError
+    names the table of any other value."""
     if constraints is None:
         return None
     if not isinstance(constraints, Mapping):
@@ -193,6 +200,10 @@ def given_constraints(
     for name, one in given.items():
         if not isinstance(one, ParameterConstraints):
             raise TypeError(f"constraints[{name!r}] must be ParameterConstraints, got {type(one).__name__}")
+        for what in (*PER_FEATURE, "min_partition"):
+            if hasattr(values := getattr(one, what), "tolist"):
+                given[name] = one = copy.copy(one)
+                setattr(one, what, values.tolist())
     return given
 
 

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
     Shard,
     Topology,
 )
+from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
@@ -69,6 +70,12 @@ def check_constraint(constraint: ParameterConstraints, table: ShardableTable) ->
         raise refused(
             f"table {table.fqn!r}: min_partition must be a number of columns, 1 to the dim of "
             f"{table.parameter.shape[1]} (0 or None for TorchRec's default), got {columns!r}"
+        )
+    share = constraint.cache_params and constraint.cache_params.load_factor
+    if share is not None and not (_is_finite(share) and 0 < share <= 1):
+        raise refused(
+            f"table {table.fqn!r}: load_factor of its constraint's cache_params must be a share of its rows, above 0, "
+            f"up to 1, got {share!r}"
         )
 
 
@@ -126,8 +133,18 @@ def checked_seed(seed: int) -> int:
     return int(seed)
 
 
+def checked_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> list[ModuleSharder[nn.Module]]:
+    """Return the sharders; TypeError for a single one, or for classes instead of their objects."""
+    given = list(sharders) if isinstance(sharders, Iterable) else None
+    if given is None or any(isinstance(one, type) for one in given):
+        raise TypeError(f"sharders must be a list of objects, as [EmbeddingBagCollectionSharder()], got {sharders!r}")
+    return given
+
+
 def check_topology(topology: Topology) -> None:
-    """Raise PlannerError, naming the rank, if a memory is no number of bytes."""
+    """Raise PlannerError if there are no ranks, or, naming the rank, if a memory is no number of bytes."""
+    if not topology.devices:
+        raise PlannerError("the topology has no ranks: give Topology a world_size from 1", PlannerErrorType.OTHER)
     for rank, device in enumerate(topology.devices):
         for kind in MEMORY_KINDS:
             size = getattr(device.storage, kind.lower())
@@ -215,7 +232,11 @@ def doubtful_inputs(
     of_others = _constraints_of_others(module, tables, constraints, every=True)
     named: dict[str, list[str]] = {}
     """Tables of each reason."""
+    paths: dict[int, str] = {}
     for table in tables:
+        if (path := paths.setdefault(id(table.module), table.path)) != table.path:
+            again = f"is also in {path!r}, the same module, which TorchRec shards once: costs and memory count it twice"
+            named.setdefault(again, []).append(table.fqn)
         constraint = (constraints or {}).get(table.name, ParameterConstraints())
         for reason in _doubts(table, statistics, compute_device, constraint):
             named.setdefault(reason, []).append(table.fqn)

@@ -6,13 +6,28 @@ import re
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
-from small_models import SHARDERS, TABLE_WISE, collection, managed, planner, ranks_of, small_model, table, topology
+import torch
+from small_models import (
+    SHARDERS,
+    TABLE_WISE,
+    collection,
+    managed,
+    planned,
+    planner,
+    ranks_of,
+    small_model,
+    table,
+    topology,
+)
 from torch import nn
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import GridSearchProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import CacheParams
 
 from dreamshard_planner import (
     CheckpointError,
@@ -22,6 +37,7 @@ from dreamshard_planner import (
     FeatureStatistics,
     TableStatistics,
 )
+from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.search_space.input_checks import MAX_PER_SAMPLE, PER_FEATURE
 
 
@@ -69,6 +85,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (on(pooling_factors=[math.nan], device_group="cuda"), "table 't0': pooling_factors must be .*nan"),  # left out here
     ({**ENDLESS, **read(float(MAX_PER_SAMPLE))}, "Tables do not fit: table 'sparse.t0' needs .*"),
+    *(
+        (
+            on(cache_params=CacheParams(load_factor=share)),
+            f"'sparse.t0': load_factor of its .*above 0, up to 1, got {share!r}",
+        )
+        for share in (-0.2, 1.5, math.nan, "0.2")
+    ),
+    ({"topology": topology(0)}, "the topology has no ranks"),
+    ({"topology": topology(memory=80, device="cuda")}, "(?s)rank 0 has, 80 B of HBM and 80 B .* are bytes.*TorchRec: "),
+    *(
+        (
+            {
+                "topology": topology(2, device="cuda"),
+                "enumerator": EmbeddingEnumerator(topology(4, device="cuda"), 64, kind),
+            },
+            "'sparse.t0' is to be sharded row_wise in 4 shards, .* make plan and enumerator with the planner's",
+        )
+        for kind in [{f"t{k}": ParameterConstraints(sharding_types=["row_wise"]) for k in range(6)}]
+    ),
     # Fewer proposals than there are.
     ({"proposer": GridSearchProposer(max_proposals=1)}, "^GridSearchProposer proposed nothing"),
 ]
@@ -145,6 +180,24 @@ def test_calls_without_a_process_group_or_a_plan_are_errors() -> None:
         planner().report()
     with pytest.raises(ValueError, match="either plan= or planner="):
         DistributedModelParallel(small_model(), plan=object(), planner=planner())
+
+
+@pytest.mark.parametrize("sharders", [type(SHARDERS[0]), SHARDERS[0], [type(SHARDERS[0])]])
+def test_sharders_are_a_list_of_objects(sharders) -> None:
+    with pytest.raises(TypeError, match="sharders must be a list of objects"):
+        planner().plan(small_model(), sharders)
+
+
+def test_numbers_of_numpy_and_torch_count_as_pythons() -> None:
+    plain = planned(small_model(), **on("t1", pooling_factors=[3.0, 2.0], min_partition=8))
+    for numbers in (np.array, torch.tensor):
+        given = planned(small_model(), **on("t1", pooling_factors=numbers([3.0, 2.0]), min_partition=numbers(8)))
+        assert given.hash_planner_context_inputs_str() == plain.hash_planner_context_inputs_str()
+
+
+def test_an_empty_plan_of_a_model_with_tables_is_warned_of() -> None:
+    with pytest.warns(InputWarning, match="the plan is empty: no sharder is for the model's sparse"):
+        assert planner().plan(small_model(), []).plan == {}
 
 
 @pytest.mark.parametrize("seed", [None, "7", 1.5, True])

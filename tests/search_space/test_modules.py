@@ -112,6 +112,14 @@ def test_embedding_modules_without_a_sharder_are_named_in_the_report() -> None:
     assert told == ["2 embedding module(s) have no sharder and are not in the plan: 'positions', 'words.0'"]
 
 
+def test_a_module_in_two_places_is_warned_of() -> None:
+    model = nn.ModuleDict(
+        {tower: nn.ModuleDict({"bags": shared}) for shared in [collection(table("t"))] for tower in "ab"}
+    )
+    (doubt,) = doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cuda")
+    assert doubt.startswith("table 'a.bags.t' is also in 'b.bags', the same module, which TorchRec shards once")
+
+
 def test_features_without_names_are_told_by_their_table() -> None:
     model = nn.ModuleDict({"one": nn.EmbeddingBag(100, 16, mode="sum", device="meta")})
     made = planned(model, [EmbeddingBagSharder()])
