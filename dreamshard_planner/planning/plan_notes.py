@@ -40,7 +40,7 @@ NAMED = 3
 FIGURE_EFFORT = 0.1
 """Candidates of the search for a figure, as a share of the plan's."""
 NOTHING = 1e-3
-"""Share of a cost below which a gain is not reported."""
+"""Share of a cost below which a difference is not reported."""
 MAX_SHARDS = 4_000
 """Tables times ranks up to which reports have TorchRec's plan over all options, which takes seconds beyond."""
 
@@ -85,8 +85,9 @@ def _lookups(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note,
         # More lookups never take less. A network errs by more than a few lookups take in a nearly empty kernel.
         ten_ms = max(one_ms, ten_ms)
         figures |= {"one_ms": one_ms, "ten_ms": ten_ms}
-        text += f"; with {MANY_LOOKUPS:.0f} this plan would take {ten_ms:.3f} ms instead of {one_ms:.3f}"
-        text += ", and another may be better"
+        if ten_ms > one_ms * (1 + NOTHING):
+            text += f"; with {MANY_LOOKUPS:.0f} this plan would take {ten_ms:.3f} ms instead of {one_ms:.3f}"
+            text += ", and another may be better"
     return (Note("assumption", text, figures),)
 
 

@@ -239,6 +239,9 @@ def test_features_of_several_tables_are_assumed_once() -> None:
     shared = nn.ModuleDict({"one": collection(table("t")), "two": collection(table("t"))})
     (note,) = [note for note in planned(shared).report().notes if note.code == "assumption"]
     assert "1 of 1 features (t_f0)" in note.text
+    report = planned(collection(table("t")), cost_source="roofline", batch_size=8).report()
+    (few,) = [note for note in report.notes if "1 of 1 features" in note.text]
+    assert few.text.endswith("tell")  # ten lookups cost no more
 
 
 def test_a_policy_that_can_play_no_plan_has_no_row() -> None:
