@@ -97,7 +97,9 @@ def _replicas(run: ObservedRun) -> Iterator[str]:
 
 def _other_optimizers(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
     planned = {name: costed_optimizer(table.optimizer) for name, table in plan.inputs.tables.items()}
-    trained = {table.name: kernel.optimizer for rank in run.ranks for kernel in rank.kernels for table in kernel.tables}
+    # The kernels of replicas have no optimizer.
+    kernels = [kernel for rank in run.ranks for kernel in rank.kernels if kernel.kernel != DENSE]
+    trained = {table.name: kernel.optimizer for kernel in kernels for table in kernel.tables}
     other = sorted(name for name in trained.keys() & planned.keys() if planned[name] != trained[name])
     if other:
         yield (
@@ -167,13 +169,13 @@ def _other_batch_size(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
 def _other_lookups(run: ObservedRun) -> Iterator[str]:
     known = run.statistics
     changed = [
-        f"{name} ({planned:.3g} lookups a sample, now {known[name].pooling_factor:.3g})"
+        f"{name} ({planned:.3g} -> {known[name].pooling_factor:.3g})"
         for name, planned in run.planned_lookups.items()
         if name in known and abs(known[name].pooling_factor - planned) > OTHER_LOOKUPS * max(planned, 1e-9)
     ]
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        yield f"wrong statistics: the plan was made with others for {', '.join(changed[:SHOWN])}{more}"
+        yield f"wrong statistics: lookups per sample are not those of the plan: {', '.join(changed[:SHOWN])}{more}"
 
 
 def _of_kernels(run: ObservedRun, ratios: dict[int, float]) -> Iterator[str]:
