@@ -135,7 +135,7 @@ def diff(
     verdict = "plan again" if gain >= worth else "keep the plan"
     said = (
         f"Verdict: {verdict}. By {newer.name}, {saved.name} costs {keep_ms:.3f} ms, and planned again "
-        f"{again_ms:.3f} ms: {gain:.1%} less, of {worth:.1%} that are worth it."
+        f"{again_ms:.3f} ms: {gain:.1%} less; planning again pays from {worth:.1%}."
     )
     replanning = {"keep_ms": keep_ms, "again_ms": again_ms, "gain": gain}
     show({**found.to_dict(), "verdict": verdict, "replanning": replanning}, format, said, str(found), *notes)

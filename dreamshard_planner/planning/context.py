@@ -277,7 +277,7 @@ class PlanRater:
                 told.append(f"{fqn_of(option)} {len(hot):,} of {hot.table_rows:,} for {share} of its lookups")
                 rows += len(hot)
                 memory_bytes += declared.trained_bytes(len(hot) * declared.dim, declared.dim)
-        text = f"hot rows on every rank, which take {size_in_words(memory_bytes)} of it: {', '.join(told)}"
+        text = f"hot rows on every rank, {size_in_words(memory_bytes)} each: {', '.join(told)}"
         return (Note("hot_rows", text, {"rows": float(rows), "memory_bytes": float(memory_bytes)}),) * bool(told)
 
     def _averaging(self, plan: Sequence[ShardingOption], synced_bytes: float, averaging_ms: float) -> Note:
