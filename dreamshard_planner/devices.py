@@ -146,6 +146,8 @@ UNKNOWN_CARD = "a GPU without a name"
 """Name for GPUs that a user describes by bandwidth alone."""
 _NAMES = "dreamshard_cards"
 """Attribute of a topology that holds the names of its cards; copies of the topology keep it."""
+_CORES = "dreamshard_cores"
+"""Attribute of a topology that holds what :func:`cores_of` returns."""
 
 
 def gpu_of(card: str | None) -> str | None:
@@ -164,6 +166,11 @@ def cards_of(topology: Topology) -> tuple[str, ...]:
         return tuple(named)
     card = driver.read_card()
     return () if card is None else (card.name,)
+
+
+def cores_of(topology: Topology) -> float | None:
+    """Return how many CPU ranks of a host can compute at once, or None if that is unknown or no matter."""
+    return getattr(topology, _CORES, None)
 
 
 def card_of(topology: Topology) -> str | None:
@@ -202,6 +209,7 @@ def make_topology(
     *,
     cards: Iterable[str] = (),
     rank_memory_bytes: Mapping[str, Sequence[int]] | None = None,
+    cores: float | None = None,
     **arguments: Any,
 ) -> Topology:
     """Make a topology by TorchRec's ``TopologyFactory``; TorchRec warns about those that are constructed directly.
@@ -212,6 +220,7 @@ def make_topology(
         local_world_size: ranks of a host.
         cards: driver's names of the different cards, slowest first.
         rank_memory_bytes: memory of each rank by ``HBM``, ``DDR`` or ``SSD``, where ranks differ.
+        cores: ranks of a host that can compute at once; None if that is unknown.
         arguments: fields of TorchRec's ``TrainerConfig``, ``HardwareConfig`` and ``KernelConfig``; TorchRec's defaults
             for None and for those left out.
     """
@@ -233,6 +242,7 @@ def make_topology(
         for device, size in zip(topology.devices, sizes, strict=True):
             setattr(device.storage, kind.lower(), size)
     setattr(topology, _NAMES, tuple(cards))
+    setattr(topology, _CORES, cores)
     return topology
 
 

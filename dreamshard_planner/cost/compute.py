@@ -9,6 +9,7 @@ Shapes: S shards, F features, H latent channels, X groups or placements, D ranks
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor
 from dreamshard_planner.workload.features import columns, optimizer_of
 
 
-def overall_ms(slowest_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
+def overall_ms(compute_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
     """Cost of placements, [...]: the one formula for labels, search, benchmarks and reports,
 
         max over ranks of (forward + backward)  +  forward collectives  +  backward collectives
@@ -29,11 +30,23 @@ def overall_ms(slowest_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tenso
     the next.
 
     Args:
-        slowest_X: compute milliseconds of the slowest rank.
+        compute_X: milliseconds of compute, see :func:`compute_ms`.
         collective_ms: milliseconds [...] of the collectives, forward and backward.
     """
     forward_X, backward_X = collective_ms
-    return slowest_X + forward_X + backward_X
+    return compute_X + forward_X + backward_X
+
+
+def compute_ms(device_ms_XD: Tensor, cores: float = math.inf) -> Tensor:
+    """Milliseconds [...] until every rank has computed: those of the slowest one; where fewer can compute at once than
+    there are, at least those of all together over that number.
+
+    Args:
+        device_ms_XD: milliseconds of each rank.
+        cores: ranks that can compute at once.
+    """
+    slowest_X = device_ms_XD.amax(-1)
+    return slowest_X if cores >= device_ms_XD.shape[-1] else torch.maximum(slowest_X, device_ms_XD.sum(-1) / cores)
 
 
 def both_passes(ms_X2: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: P parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -18,7 +19,7 @@ from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveM
 from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost
 from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
-from dreamshard_planner.devices import default_notes
+from dreamshard_planner.devices import cores_of, default_notes
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.report import ESTIMATE_PARTS, Note, noted
 from dreamshard_planner.problem.parts import Links, ReadProblem
@@ -64,7 +65,7 @@ class NetworkCosts:
         Bandwidths cost a problem with quantized tables as a whole. No network has learned their kernels, and costs of
         two sources do not compare.
         """
-        problem, topology = read.problem, self.ranks.topology
+        problem, topology = replace(read.problem, cores=self._cores()), self.ranks.topology
         if bool(problem.features_PF[:, FEATURE_INDEX["served"]].any()):
             compute = RooflineCost.of_topology(topology)
         if isinstance(compute, AdjustedCost):
@@ -91,6 +92,25 @@ class NetworkCosts:
             latent_PH[part, adjusted.EXTRA_MS] = torch.tensor(price_ms, dtype=torch.float64)
         return Cost(problem, adjusted, latent_PH)
 
+    def _cores(self) -> float:
+        """Return how many ranks can compute at once. On CPUs they share the cores of their host, as the topology was
+        read, or as the training was observed that costs were learned from."""
+        topology, known = self.ranks.topology, self.ranks.checkpoint.metadata
+        if self.takes_estimates or topology.compute_device != "cpu":
+            return math.inf
+        of_host, hardware = cores_of(topology), known.get("hardware", {})
+        if of_host is None and "learned" in known:
+            of_host = hardware["cores"] / hardware["threads"]
+        world = self.ranks.all_ranks or topology
+        on_host = min(world.local_world_size, world.world_size)
+        return math.inf if of_host is None else of_host / on_host * topology.world_size
+
+    def _shared_cores(self) -> list[str]:
+        ranks, cores = self.ranks.topology.world_size, self._cores()
+        if cores >= ranks:
+            return []
+        return [f"{cores:g} of {ranks} ranks can compute at once, since they share cores: the work of all counts"]
+
     def confidence(self, plan: Sequence[ShardingOption]) -> str:
         """Tell how far to trust the milliseconds of a plan."""
         return confidence(self.ranks.checkpoint, self.ranks.topology, self.uses_network and not _is_quantized(plan))
@@ -111,6 +131,7 @@ class NetworkCosts:
             *noted("source", [_uncounted_lookups(checkpoint)] if uncounted else []),
             *noted("source", [_QUANTIZED] if quantized else []),
             *noted("source", checkpoint_notes(checkpoint, topology, uses_network=uses_network)),
+            *noted("source", self._shared_cores()),
             *noted("optimizer", _costed_optimizers(plan, reader, topology, self._unknown(uses_network))),
         )
 

@@ -33,7 +33,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
-from dreamshard_planner.devices import UNKNOWN_CARD, cards_of
+from dreamshard_planner.devices import UNKNOWN_CARD, cards_of, cores_of
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.planning.ranks import PlannedRanks, ShardingGroups
@@ -253,6 +253,7 @@ def topology_inputs(
         },
         collective_bandwidths={} if type(links) is BasicCommsBandwidths else _collective_bandwidths(topology),
         cards=tuple(card for card in cards_of(topology) if card != UNKNOWN_CARD),
+        cores=cores_of(topology),
     )
 
 
@@ -263,6 +264,8 @@ def topology_arguments(inputs: TopologyInputs) -> dict[str, Any]:
         arguments["pod_size"] = inputs.pod_size
     if inputs.collective_bandwidths:
         arguments["generalized_comms_bandwidths"] = SavedBandwidths(inputs)
+    if inputs.cores is not None:
+        arguments["cores"] = inputs.cores
     return arguments | inputs.multipliers
 
 

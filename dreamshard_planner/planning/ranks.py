@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import copy
+import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.comm import (
@@ -23,7 +26,7 @@ from torchrec.distributed.types import ShardingPlan
 from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve_for
-from dreamshard_planner.devices import GB, gpu_of, listed_like, make_topology, speed_of
+from dreamshard_planner.devices import GB, cores_of, gpu_of, listed_like, make_topology, speed_of
 from dreamshard_planner.driver import Card
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import total_bytes
@@ -43,11 +46,14 @@ class RankHardware:
     """None on CPUs."""
     host_memory_bytes: int
     """Memory of the whole host, as far as the rank's cgroup may have it."""
+    cores: float = math.inf
+    """Ranks that the cores of the host can serve at once, with as many threads as this one."""
 
     @classmethod
     def here(cls, compute_device: str) -> RankHardware:
         """Read this process's hardware."""
-        return cls(driver.read_card() if compute_device == "cuda" else None, total_bytes())
+        card = driver.read_card() if compute_device == "cuda" else None
+        return cls(card, total_bytes(), (os.cpu_count() or 1) / torch.get_num_threads())
 
 
 def gathered(pg: dist.ProcessGroup, compute_device: Callable[[], str | None]) -> tuple[str, list[RankHardware]] | None:
@@ -94,6 +100,7 @@ def read_topology(compute_device: str, ranks: Sequence[RankHardware], on_host: i
         on_host,
         cards=dict.fromkeys(card.name for card in by_speed),
         pod_size=get_topology_domain_multiple(),
+        cores=min(rank.cores for rank in ranks) if compute_device == "cpu" else None,
         rank_memory_bytes={
             "DDR": [rank.host_memory_bytes // on_host for rank in ranks],
             **({"HBM": [(rank.card or by_speed[0]).memory_bytes for rank in ranks]} if by_speed else {}),
@@ -133,7 +140,10 @@ def told(topology: Topology, ranks: Sequence[RankHardware], whose: str = "the dr
     cards = [rank.card for rank in ranks if rank.card is not None]
     if not cards:
         kind = "CPU" if topology.compute_device == "cpu" else topology.compute_device
-        return f"{topology.world_size} x {kind} rank{hosts}, read from the system: {host_memory} of host memory each"
+        cores = cores_of(topology) or math.inf
+        shared = f"; ranks of a host share cores for {cores:g}" if cores < min(on_host, topology.world_size) else ""
+        memory = f"{host_memory} of host memory each"
+        return f"{topology.world_size} x {kind} rank{hosts}, read from the system: {memory}{shared}"
     counts = Counter(card.name for card in cards)
     named = " and ".join(f"{count} x {name}" for name, count in counts.items())
     slowest = " (the slowest card's)" if len(counts) > 1 else ""

@@ -201,6 +201,8 @@ class TopologyInputs:
     """Bytes per millisecond of TorchRec's ``GeneralizedCommsBandwidth``, by collective; empty for its basic one."""
     cards: tuple[str, ...] = ()
     """Driver's names of the different cards, slowest first; none if no driver names any."""
+    cores: Unbounded | None = None
+    """CPU ranks of a host that can compute at once; None if that is unknown."""
 
     @property
     def own_memory(self) -> str:

@@ -88,7 +88,7 @@ class ReportEntry:
     __pydantic_config__: ClassVar = STRICT
     name: str
     total_ms: Unbounded
-    """Overall: slowest rank's compute plus both collectives; infinite where infeasible."""
+    """Overall: compute plus both collectives; infinite where infeasible."""
     collectives_ms: Unbounded
     forward_ms: tuple[Amount, ...]
     """Compute of each rank; none where infeasible."""
@@ -124,6 +124,11 @@ class ReportEntry:
     def slowest(self) -> int:
         """Rank."""
         return self.rank_ms.index(max(self.rank_ms))
+
+    @property
+    def shares_cores(self) -> bool:
+        """True if the work of all ranks lasts longer than that of the slowest, since they share cores."""
+        return self.total_ms - self.collectives_ms > max(self.rank_ms, default=0.0) * (1 + LEVEL)
 
     @property
     def waiting_ms(self) -> tuple[float, ...]:
@@ -319,6 +324,13 @@ class Report(Predicted):
             return (
                 f"Bottleneck: collectives, {chosen.collectives_ms / total_ms:.0%} of {total_ms:.3f} ms"
                 f" ({name}: {ms:.3f} ms). {_FOR_COLLECTIVES}"
+            )
+        if chosen.shares_cores:
+            together_ms, slowest_ms = total_ms - chosen.collectives_ms, max(chosen.rank_ms)
+            return (
+                f"Bottleneck: cores that ranks share, {together_ms / total_ms:.0%} of {total_ms:.3f} ms; the slowest "
+                f"rank alone would take {slowest_ms:.3f} ms. More cores, fewer lookups or smaller dims would help; "
+                "moving tables would not"
             )
         rank, mean_ms = chosen.slowest, sum(chosen.rank_ms) / len(chosen.rank_ms)
         compute_ms = chosen.rank_ms[rank]

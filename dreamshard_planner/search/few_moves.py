@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import overall_ms
+from dreamshard_planner.cost.compute import compute_ms, overall_ms
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, portion
 from dreamshard_planner.search.reshards import ShardingState
@@ -219,8 +219,8 @@ class _Walk:
         """Return the cost after each trial, with the slowest rank and with :meth:`_smooth`, infinite if memory does not
         allow it; and the bytes that move beyond those that move now."""
         device_QD, collective_ms, fits_Q = self._state.after(trials)
-        slowest = device_QD.amax(-1), self._smooth(device_QD)
-        exact_Q, smooth_Q = (overall_ms(ms_Q, collective_ms).masked_fill(~fits_Q, torch.inf) for ms_Q in slowest)
+        computed = compute_ms(device_QD, self._problem.cores), self._smooth(device_QD)
+        exact_Q, smooth_Q = (overall_ms(ms_Q, collective_ms).masked_fill(~fits_Q, torch.inf) for ms_Q in computed)
         return exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials])
 
     def _smooth(self, device_ms_XD: Tensor) -> Tensor:

@@ -287,6 +287,9 @@ class Step:
         [B, X], from what the bottleneck and the other rank cost afterwards."""
         here_ms_BX, device_ms_BX = after_ms
         compute_BX = torch.maximum(self._others_ms.beside(device_BX), torch.maximum(here_ms_BX, device_ms_BX))
+        if (problem := self._states.problem).cores < problem.num_ranks:
+            sum_BX = _spread(self._device_ms_BD.sum(-1), device_BX) - sum(self._of_both(self._device_ms_BD, device_BX))
+            compute_BX = torch.maximum(compute_BX, (sum_BX + here_ms_BX + device_ms_BX) / problem.cores)
         bytes_KP = self._states.sent_bytes_KP
         gained_KBX = bytes_KP[:, leaving_BX] - torch.where(arrival_BX >= 0, bytes_KP[:, arrival_BX], 0.0)
         here_KBX, there_KBX = self._of_both(self._bytes_KBD, device_BX)
@@ -297,8 +300,7 @@ class Step:
             _spread(self._bytes_KBD.sum(-1), device_BX),
         )
         overall_BX = overall_ms(compute_BX, collective_ms) + self._states.other_collectives_ms
-        here_before_BX, before_BX = self._of_both(self._device_ms_BD**2, device_BX)
-        square_BX = here_ms_BX**2 + device_ms_BX**2 - (here_before_BX + before_BX)
+        square_BX = here_ms_BX**2 + device_ms_BX**2 - sum(self._of_both(self._device_ms_BD**2, device_BX))
         return rounded(overall_BX, self._unit), rounded(square_BX, self._unit**2)
 
     def _of_both(self, values_BD: Tensor, device_BX: Tensor) -> tuple[Tensor, Tensor]:

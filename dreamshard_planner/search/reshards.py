@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import both_passes, overall_ms
+from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
 from dreamshard_planner.cost.problem import Cost, Option, Sharding, counted_up, summed
 from dreamshard_planner.search.placing import best_position
 from dreamshard_planner.search.states import DIGITS, Change, State, Tried, in_steps
@@ -217,8 +217,10 @@ class ShardingState(State):
         return self._heaviest(self._exchange_T) if bool(exchange_P.any()) else []
 
     def _tables_on_bottleneck(self) -> list[int]:
-        """Tables that may change and have a part on the slowest rank, the heaviest there first."""
-        return self._heaviest(self._burden_TD[:, self._bottleneck])
+        """Tables that may change and have a part on the slowest rank, the heaviest there first; if ranks share cores,
+        tables of all ranks."""
+        shares = self.problem.cores < self.problem.num_ranks
+        return self._heaviest(self._burden_TD.clip(0).sum(1) if shares else self._burden_TD[:, self._bottleneck])
 
     def _heaviest(self, burden_T: np.ndarray) -> list[int]:
         """Return the tables with the largest burdens among those that may change."""
@@ -257,7 +259,8 @@ class ShardingState(State):
             bytes_QCD[some] = trials.bytes_QNLC.flatten(1, 2).transpose(1, 2)
             for query, places in zip(some, trials.positions, strict=True):
                 positions[query] = places
-        overall_Q = in_steps(overall_ms(device_QD.amax(-1), problem.collectives.ms(bytes_QCD)), self._unit)
+        computed_Q = compute_ms(device_QD, problem.cores)
+        overall_Q = in_steps(overall_ms(computed_Q, problem.collectives.ms(bytes_QCD)), self._unit)
         changes = [[(table, option, tuple(places))] for (table, option), places in zip(queries, positions, strict=True)]
         return Tried(changes, overall_Q.masked_fill(~fits_Q, torch.inf), device_QD.square().sum(-1))
 
@@ -393,6 +396,6 @@ def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int
     pairs = [(here_V[pair // len(table_W)], pair % len(table_W)) for pair in best_Q]
     changes = [[moved(here, there), moved(there, here)] for here, there in pairs]
     device_QD, collective_ms, fits_Q = state.after(changes)
-    overall_Q = overall_ms(device_QD.amax(-1), collective_ms).masked_fill(~fits_Q, torch.inf)
+    overall_Q = overall_ms(compute_ms(device_QD, problem.cores), collective_ms).masked_fill(~fits_Q, torch.inf)
     tried = Tried(changes, in_steps(overall_Q, unit), device_QD.square().sum(-1))
     return tried, int(2 * span_W[[here for here, _ in pairs]].sum())

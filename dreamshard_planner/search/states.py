@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import Exchanges
-from dreamshard_planner.cost.compute import both_passes, overall_ms
+from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
 from dreamshard_planner.cost.problem import Cost
 
 DIGITS: Final = 5
@@ -79,7 +79,7 @@ class State:
 
     def overall_ms(self) -> Tensor:
         """Cost of each plan, [B]."""
-        return overall_ms(self.device_ms_D.amax(-1), self.problem.collectives.ms(self.bytes_CD))
+        return overall_ms(compute_ms(self.device_ms_D, self.problem.cores), self.problem.collectives.ms(self.bytes_CD))
 
 
 class PlacementState(State):

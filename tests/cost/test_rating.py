@@ -46,7 +46,8 @@ def formula_ms(cost: Cost, laid: Iterable[tuple[int, int]]) -> float:
         groups[rank][group] = groups[rank].get(group, 0) + cost.latent_PH[part]
         for column, count in enumerate(problem.bytes_PC[part].tolist()):
             sent[column][rank] += count
-    total = max(sum(float(cost.compute.group_cost_ms(latent).sum()) for latent in one.values()) for one in groups)
+    device_ms = [sum(float(cost.compute.group_cost_ms(latent).sum()) for latent in one.values()) for one in groups]
+    total = max(*device_ms, sum(device_ms) / min(problem.cores, len(device_ms)))
     for collective, bytes_D in zip(problem.collectives.collectives, sent, strict=True):
         if collective.over == "world":
             exchanges = [bytes_D]
@@ -72,9 +73,10 @@ def test_rating_of_shardings_is_the_formula() -> None:
         assert cost.overall_ms(sharding) == pytest.approx(formula_ms(cost, laid), rel=1e-9)
 
 
-@pytest.mark.parametrize("devices, groups", [(1, 1), (2, 1), (3, 2), (5, 3)])
-def test_rating_of_placements_is_the_formula(devices: int, groups: int) -> None:
+@pytest.mark.parametrize("devices, groups, cores", [(1, 1, 1), (2, 1, 1), (3, 2, 8), (5, 3, 2)])
+def test_rating_of_placements_is_the_formula(devices: int, groups: int, cores: float) -> None:
     cost = make_cost(9, devices, groups=groups)
+    cost = Cost(replace(cost.problem, cores=cores), cost.compute)
     assignment_BS = torch.randint(devices, (6, 9), generator=torch.Generator().manual_seed(1))
     expected = [formula_ms(cost, enumerate(row)) for row in assignment_BS.tolist()]
     assert cost.rate(assignment_BS).overall_ms_B.tolist() == pytest.approx(expected, rel=1e-5)

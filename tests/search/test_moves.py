@@ -36,11 +36,12 @@ def preloaded(cost: Cost, collectives: int) -> Cost:
     return Cost(problem, cost.compute, preload=Preload(cost.group_latents(part_P % 3) / 2, bytes_CD))
 
 
-@pytest.mark.parametrize("groups, collectives", [(1, 0), (3, 0), (1, 1), (2, 2), (3, 4)])
-def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
+@pytest.mark.parametrize("groups, collectives, cores", [(1, 0, 4), (3, 0, 2), (1, 1, 1.5), (2, 2, 4), (3, 4, 1)])
+def test_search_keeps_its_sums(groups: int, collectives: int, cores: float) -> None:
     """The incremental costs of candidates are those of a rating from scratch, in each of several placements."""
     cost = make_cost(12, 4, groups=groups)
     cost = preloaded(cost, collectives) if collectives else cost
+    cost = Cost(replace(cost.problem, cores=cores), cost.compute, preload=cost.preload)
     assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
     states = PlacementState(cost, assignment_BS)
     row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])
