@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -38,15 +39,25 @@ def overall_ms(compute_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tenso
 
 
 def compute_ms(device_ms_XD: Tensor, cores: float = math.inf) -> Tensor:
-    """Milliseconds [...] until every rank has computed: those of the slowest one; where fewer can compute at once than
-    there are, at least those of all together over that number.
+    """Milliseconds [...] until every rank has computed: those of the slowest one, unless ranks share cores. Then all
+    that still compute go on equally fast, as processes of one system do.
 
     Args:
-        device_ms_XD: milliseconds of each rank.
+        device_ms_XD: milliseconds of each rank, if it has a core of its own.
         cores: ranks that can compute at once.
     """
-    slowest_X = device_ms_XD.amax(-1)
-    return slowest_X if cores >= device_ms_XD.shape[-1] else torch.maximum(slowest_X, device_ms_XD.sum(-1) / cores)
+    ranks = device_ms_XD.shape[-1]
+    if cores >= ranks:
+        return device_ms_XD.amax(-1)
+    return device_ms_XD.sort(-1).values @ _waits_D(ranks, cores).to(device_ms_XD.dtype)
+
+
+@lru_cache(maxsize=8)
+def _waits_D(ranks: int, cores: float) -> Tensor:
+    """How much longer each millisecond of a rank's work makes the whole, from the quickest rank to the slowest, [D]."""
+    computing_D = torch.arange(ranks, 0, -1, dtype=torch.float64)
+    slower_D = (computing_D / cores).clamp_min(1)
+    return slower_D - torch.cat([slower_D[1:], torch.zeros(1, dtype=torch.float64)])
 
 
 def both_passes(ms_X2: Tensor) -> Tensor:

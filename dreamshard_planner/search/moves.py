@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import both_passes, overall_ms
+from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
 from dreamshard_planner.cost.problem import Cost, Problem, has_room
 from dreamshard_planner.search.effort import Budget, SearchConfig
 from dreamshard_planner.search.states import DIGITS, PlacementState, rounded
@@ -286,10 +286,7 @@ class Step:
         """Return the overall cost of each candidate, rounded, and its change of the two ranks' sum of squares, both
         [B, X], from what the bottleneck and the other rank cost afterwards."""
         here_ms_BX, device_ms_BX = after_ms
-        compute_BX = torch.maximum(self._others_ms.beside(device_BX), torch.maximum(here_ms_BX, device_ms_BX))
-        if (problem := self._states.problem).cores < problem.num_ranks:
-            sum_BX = _spread(self._device_ms_BD.sum(-1), device_BX) - sum(self._of_both(self._device_ms_BD, device_BX))
-            compute_BX = torch.maximum(compute_BX, (sum_BX + here_ms_BX + device_ms_BX) / problem.cores)
+        compute_BX = self._computed(device_BX, here_ms_BX, device_ms_BX)
         bytes_KP = self._states.sent_bytes_KP
         gained_KBX = bytes_KP[:, leaving_BX] - torch.where(arrival_BX >= 0, bytes_KP[:, arrival_BX], 0.0)
         here_KBX, there_KBX = self._of_both(self._bytes_KBD, device_BX)
@@ -302,6 +299,16 @@ class Step:
         overall_BX = overall_ms(compute_BX, collective_ms) + self._states.other_collectives_ms
         square_BX = here_ms_BX**2 + device_ms_BX**2 - sum(self._of_both(self._device_ms_BD**2, device_BX))
         return rounded(overall_BX, self._unit), rounded(square_BX, self._unit**2)
+
+    def _computed(self, device_BX: Tensor, here_ms_BX: Tensor, device_ms_BX: Tensor) -> Tensor:
+        """Return the milliseconds of compute by what the bottleneck and the other rank cost, [B, X]."""
+        ranks, cores = self._states.problem.num_ranks, self._states.problem.cores
+        if cores >= ranks:
+            return torch.maximum(self._others_ms.beside(device_BX), torch.maximum(here_ms_BX, device_ms_BX))
+        rank_D, here_BX1 = torch.arange(ranks), _spread(self._here_B, device_BX)[..., None]
+        after_BXD = _spread(self._device_ms_BD.T, device_BX).movedim(0, -1)
+        after_BXD = torch.where(rank_D == here_BX1, here_ms_BX[..., None], after_BXD)
+        return compute_ms(torch.where(rank_D == device_BX[..., None], device_ms_BX[..., None], after_BXD), cores)
 
     def _of_both(self, values_BD: Tensor, device_BX: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values of the bottleneck and of another rank, [..., B, X]; values may have leading dimensions."""

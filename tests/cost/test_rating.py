@@ -47,7 +47,10 @@ def formula_ms(cost: Cost, laid: Iterable[tuple[int, int]]) -> float:
         for column, count in enumerate(problem.bytes_PC[part].tolist()):
             sent[column][rank] += count
     device_ms = [sum(float(cost.compute.group_cost_ms(latent).sum()) for latent in one.values()) for one in groups]
-    total = max(*device_ms, sum(device_ms) / min(problem.cores, len(device_ms)))
+    total = before = 0.0
+    for done, ms in enumerate(sorted(device_ms)):  # ranks that still compute share the cores
+        total += (ms - before) * max(1, (len(device_ms) - done) / problem.cores)
+        before = ms
     for collective, bytes_D in zip(problem.collectives.collectives, sent, strict=True):
         if collective.over == "world":
             exchanges = [bytes_D]

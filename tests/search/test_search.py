@@ -57,7 +57,8 @@ def test_reshards_keep_their_sums(cores: float) -> None:
     state = ShardingState(cost, everything_on_one, 1.0)
     before_ms = state.overall_ms()
     tried = state.improve(10_000, lambda: True)
-    assert tried > 200 and len(set(state.sharding.options)) > 1 and state.overall_ms() < 0.6 * before_ms
+    assert tried > 200 and state.overall_ms() < 0.5 * before_ms
+    assert cores < RANKS or len(set(state.sharding.options)) > 1
     assert state.overall_ms() == pytest.approx(cost.overall_ms(state.sharding), rel=1e-9)
     afresh = ShardingState(cost, state.sharding, 1.0)
     for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):
