@@ -169,7 +169,7 @@ def cards_of(topology: Topology) -> tuple[str, ...]:
 
 
 def cores_of(topology: Topology) -> float | None:
-    """Return how many CPU ranks of a host can compute at once, or None if that is unknown or no matter."""
+    """Return how many CPU ranks of a host can compute at once, if it is known that not all can."""
     return getattr(topology, _CORES, None)
 
 
@@ -220,7 +220,7 @@ def make_topology(
         local_world_size: ranks of a host.
         cards: driver's names of the different cards, slowest first.
         rank_memory_bytes: memory of each rank by ``HBM``, ``DDR`` or ``SSD``, where ranks differ.
-        cores: ranks of a host that can compute at once; None if that is unknown.
+        cores: CPU ranks of a host that can compute at once, if not all can.
         arguments: fields of TorchRec's ``TrainerConfig``, ``HardwareConfig`` and ``KernelConfig``; TorchRec's defaults
             for None and for those left out.
     """

@@ -81,6 +81,7 @@ def read_topology(compute_device: str, ranks: Sequence[RankHardware], on_host: i
         on_host: ranks of a host, or None to take those that TorchRec finds.
     """
     on_host = on_host or get_local_size(len(ranks))
+    cores = min(rank.cores for rank in ranks)
     cards = {rank.card for rank in ranks if rank.card is not None}
     by_speed = sorted(cards, key=lambda card: (speed_of(card), card.name))
     bytes_per_ms: dict[str, Any] = {}
@@ -100,7 +101,7 @@ def read_topology(compute_device: str, ranks: Sequence[RankHardware], on_host: i
         on_host,
         cards=dict.fromkeys(card.name for card in by_speed),
         pod_size=get_topology_domain_multiple(),
-        cores=min(rank.cores for rank in ranks) if compute_device == "cpu" else None,
+        cores=cores if compute_device == "cpu" and cores < min(on_host, len(ranks)) else None,
         rank_memory_bytes={
             "DDR": [rank.host_memory_bytes // on_host for rank in ranks],
             **({"HBM": [(rank.card or by_speed[0]).memory_bytes for rank in ranks]} if by_speed else {}),
@@ -140,8 +141,8 @@ def told(topology: Topology, ranks: Sequence[RankHardware], whose: str = "the dr
     cards = [rank.card for rank in ranks if rank.card is not None]
     if not cards:
         kind = "CPU" if topology.compute_device == "cpu" else topology.compute_device
-        cores = cores_of(topology) or math.inf
-        shared = f"; ranks of a host share cores for {cores:g}" if cores < min(on_host, topology.world_size) else ""
+        cores = cores_of(topology)
+        shared = "" if cores is None else f"; the ranks of a host share cores for {cores:g} of them"
         memory = f"{host_memory} of host memory each"
         return f"{topology.world_size} x {kind} rank{hosts}, read from the system: {memory}{shared}"
     counts = Counter(card.name for card in cards)

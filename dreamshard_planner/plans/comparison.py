@@ -319,6 +319,8 @@ def _surroundings(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
         yield f"sharding groups of so many ranks {one.num_groups} -> {other.num_groups}"
     if one.cards != other.cards:
         yield f"cards {' and '.join(one.cards) or 'unnamed'} -> {' and '.join(other.cards) or 'unnamed'}"
+    if one.cores != other.cores:
+        yield f"ranks of a host that compute at once {one.cores or 'all'} -> {other.cores or 'all'}"
     for name in sorted(one.bandwidths):
         was, has = one.bandwidths[name] / 1e6, other.bandwidths[name] / 1e6
         if was != has:

@@ -202,7 +202,7 @@ class TopologyInputs:
     cards: tuple[str, ...] = ()
     """Driver's names of the different cards, slowest first; none if no driver names any."""
     cores: Unbounded | None = None
-    """CPU ranks of a host that can compute at once; None if that is unknown."""
+    """CPU ranks of a host that can compute at once; None if all can, or that is unknown."""
 
     @property
     def own_memory(self) -> str:

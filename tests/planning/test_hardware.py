@@ -10,7 +10,7 @@ from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner import DreamShardPlanner, SavedPlan, driver
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.devices import GB, GPUS, card_of
+from dreamshard_planner.devices import GB, GPUS, card_of, cores_of
 from dreamshard_planner.driver import Card
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
@@ -58,6 +58,24 @@ def test_cpu_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatc
     topology, text = read(monkeypatch, 2, None, None)
     assert {device.storage.ddr for device in topology.devices} == {HOST_BYTES // 2} and card_of(topology) is None
     assert text == "2 x CPU rank, read from the system: 500.0 GB of host memory each"
+    assert cores_of(topology) is None
+
+
+def test_cpu_ranks_share_cores(tmp_path) -> None:
+    """Where fewer ranks compute at once than there are, all work counts, in the report and in the file of the plan."""
+    ranks = [RankHardware(None, HOST_BYTES, cores=2.0)] * 4
+    topology = read_topology("cpu", ranks, on_host=4)
+    assert told(topology, ranks).endswith("; the ranks of a host share cores for 2 of them")
+    planner = DreamShardPlanner(topology=topology, stats=[], cost_source="roofline")
+    planner.plan(collection(*[table(f"t{index}", 4000, 64) for index in range(8)]), list(SHARDERS))
+    report = planner.report()
+    assert "2 of 4 ranks can compute at once, since they share cores" in str(report)
+    slow_first = sorted(report.chosen.rank_ms, reverse=True)
+    together_ms = slow_first[0] + sum(slow_first[2:]) / 2
+    assert report.chosen.total_ms == pytest.approx(together_ms + report.chosen.collectives_ms)
+    planner.save_plan(tmp_path / "plan.json")
+    saved = SavedPlan.load(tmp_path / "plan.json")
+    assert cores_of(job_of(saved).machine.topology()) == 2.0
 
 
 @pytest.fixture
