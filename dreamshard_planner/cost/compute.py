@@ -54,7 +54,7 @@ def compute_ms(device_ms_XD: Tensor, cores: float = math.inf) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _waits_D(ranks: int, cores: float) -> Tensor:
-    """How much longer each millisecond of a rank's work makes the whole, from the quickest rank to the slowest, [D]."""
+    """Return what a millisecond of work adds to the whole, from the quickest rank to the slowest, [D]."""
     computing_D = torch.arange(ranks, 0, -1, dtype=torch.float64)
     slower_D = (computing_D / cores).clamp_min(1)
     return slower_D - torch.cat([slower_D[1:], torch.zeros(1, dtype=torch.float64)])
