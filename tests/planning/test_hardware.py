@@ -62,7 +62,7 @@ def test_cpu_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatc
 
 
 def test_cpu_ranks_share_cores(tmp_path) -> None:
-    """Where fewer ranks compute at once than there are, all work counts, in the report and in the file of the plan."""
+    """The work of all ranks counts if they share cores, in the report and in the file of the plan."""
     ranks = [RankHardware(None, HOST_BYTES, cores=2.0)] * 4
     topology = read_topology("cpu", ranks, on_host=4)
     assert told(topology, ranks).endswith("; the ranks of a host share cores for 2 of them")
