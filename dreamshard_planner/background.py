@@ -25,7 +25,7 @@ import torch
 from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
-from dreamshard_planner.observing.learning import learn
+from dreamshard_planner.observing.learning import kernels_off, learn
 from dreamshard_planner.observing.observation import Observation, ObservedRun, files_of
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.remembered import Remembered, batch_size_of, least_gain, sharding_key
@@ -130,16 +130,23 @@ def _newest(folder: Path, run_id: str) -> Observation:
 
 
 def _learned(observation: Observation, ranks: int) -> Checkpoint:
-    """Learn costs; return those in use if nothing better is confirmed."""
+    """Learn costs; return those in use if nothing better is confirmed. Earlier corrections with which the observed
+    kernels are further off than without are removed."""
     hardware = observation.hardware
     device, threads, card = str(hardware["device"]), int(hardware["threads"]), str(hardware["name"])
-    path = choice.observed_file(hardware, ranks)
+    path, measured = choice.observed_file(hardware, ranks), choice.measured(device, threads, card)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return learn(choice.measured(device, threads, card), observation, path)
+        return learn(measured, observation, path)
     except (CalibrationRefused, ObservationError) as error:
         logger.warning("nothing was learned: %s", error)
-        return choice.resolve("auto", device, threads, card, ranks)
+        in_use = choice.resolve("auto", device, threads, card, ranks)
+        is_unconfirmed = isinstance(error, CalibrationRefused) and error.checks
+        if not is_unconfirmed or kernels_off(in_use, observation) <= kernels_off(measured, observation):
+            return in_use
+        path.unlink(missing_ok=True)
+        logger.warning("what earlier runs taught is removed, since these kernels are nearer to the costs without it")
+        return measured
 
 
 def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) -> dict[str, str]:

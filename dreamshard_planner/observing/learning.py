@@ -35,6 +35,7 @@ from dreamshard_planner.cost.collectives import (
 from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.correction import LEAST_GAIN, choose_corrections, errors_in_words
 from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
 from dreamshard_planner.measure.hardware import REFERENCE, hardware_name
@@ -137,6 +138,17 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
 
 
 # Kernels
+
+
+@neutral()
+def kernels_off(checkpoint: Checkpoint, observation: Observation) -> float:
+    """Return the mean relative error of a checkpoint's costs of the observed kernels, forward and backward, as a share.
+
+    Raises:
+        ObservationError: no kernel was observed.
+    """
+    sets, *_ = observed_sets(observation)
+    return float(mape_2(predict_ms(checkpoint.compute_cost(observation.topology), sets), sets.labels_ms_X2).mean())
 
 
 @neutral()

@@ -10,7 +10,9 @@ import torch
 from small_models import SHARDERS, topology
 
 from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError
-from dreamshard_planner.checkpoints.choice import SHIPPED, new_file, resolve
+from dreamshard_planner.background import _learned
+from dreamshard_planner.checkpoints.choice import SHIPPED, new_file, observed_file, resolve
+from dreamshard_planner.checkpoints.choice import measured as measured_costs
 from dreamshard_planner.cli.diagnosis import diagnose
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVISION, CollectiveFit
 from dreamshard_planner.cost.network import mape_2, predict_ms
@@ -144,6 +146,32 @@ def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -
     one.save(file)
     refused = run("learn", file, "--costs", "roofline", "--out", out, status=1).stderr
     assert "stays as it was" in refused and out.read_bytes() == content
+
+
+def test_what_later_runs_contradict_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine taught that kernels take five times as long, and later runs find none of that."""
+    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
+    seen = observation(3)
+    measured = measured_costs("cpu", int(seen.hardware["threads"]), str(seen.hardware["name"]))
+    sets_ms = predict_ms(measured.compute_cost(topology(2)), observed_sets(seen)[0]).tolist()
+
+    def runs(times: float) -> Observation:
+        made = []
+        for index, training in enumerate(seen.runs):
+            ranks = []
+            for rank, one in enumerate(training.ranks):
+                ways = zip(("forward", "backward"), sets_ms[2 * index + rank], strict=True)
+                ranks.append(
+                    replace(one, columns=one.columns | {f"kernel 0 {way}": (times * ms,) * 8 for way, ms in ways})
+                )
+            made.append(replace(training, ranks=tuple(ranks)))
+        return replace(seen, runs=tuple(made))
+
+    file = observed_file(seen.hardware, 2)
+    file.parent.mkdir(parents=True)
+    assert _learned(runs(5.0), 2).name == file.name and file.exists()
+    assert _learned(runs(5.0), 2).name == file.name  # which is confirmed
+    assert _learned(runs(1.0), 2).digest() == measured.digest() and not file.exists()
 
 
 @pytest.mark.parametrize("sharding_type, place", [("column_wise", (0, 32)), ("row_wise", (1500, 0))])
