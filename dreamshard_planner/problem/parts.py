@@ -271,6 +271,17 @@ def num_ranks(ranks: Ranks, topology: Topology) -> int:
     return {"rank": 1, "host": topology.intra_group_size, "world": topology.world_size}[ranks]
 
 
+def _first_blocks(option: ShardingOption) -> list[int]:
+    """Return which of an option's shards begin with the table's first row."""
+    found: list[int] = []
+    index = 0
+    for run in runs_of(option):  # whose shards are not made one by one, of which there may be millions
+        if run.first.offset[0] == 0:
+            found += range(index, index + (1 if run.step[0] else run.count))
+        index += run.count
+    return found
+
+
 def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -> tuple[Unit, ...]:
     """Group the option's shards, given by their parts, into units.
 
@@ -284,8 +295,7 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
             f"table {fqn_of(option)!r} belongs on one host, and {why}: give Topology "
             "a local_world_size (and pod_size) that divides its world_size"
         )
-    first_rows = [index for index, shard in enumerate(option.shards) if spec.splits_rows and shard.offset[0] == 0]
-    if not parts or len(parts) % span or (spec.splits_rows and first_rows != [*range(0, len(parts), span)]):
+    if not parts or len(parts) % span or (spec.splits_rows and _first_blocks(option) != [*range(0, len(parts), span)]):
         raise cannot_lie_so(
             f"table {fqn_of(option)!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
             f"which do not fill units of {span} ranks: make plan and enumerator with the planner's topology"
