@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from small_models import SHARDERS, collection, table
-from torchrec.distributed.planner.types import Topology
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
 from dreamshard_planner import DreamShardPlanner, SavedPlan, driver
 from dreamshard_planner.cost.roofline import RooflineCost
@@ -66,9 +66,11 @@ def test_cpu_ranks_share_cores(tmp_path) -> None:
     ranks = [RankHardware(None, HOST_BYTES, cores=2.0)] * 4
     topology = read_topology("cpu", ranks, on_host=4)
     assert told(topology, ranks).endswith("; the ranks of a host share cores for 2 of them")
-    planner = DreamShardPlanner(topology=topology, stats=[], cost_source="roofline")
-    planner.plan(collection(*[table(f"t{index}", 4000, 64) for index in range(8)]), list(SHARDERS))
+    many = {f"t{index}": ParameterConstraints(pooling_factors=[200.0]) for index in range(8)}
+    planner = DreamShardPlanner(topology=topology, stats=[], cost_source="roofline", constraints=many)
+    planner.plan(collection(*[table(name, 400_000, 256) for name in many]), list(SHARDERS))
     report = planner.report()
+    assert report.verdict.startswith("Bottleneck: cores that ranks share")
     assert "2 of 4 ranks can compute at once, since they share cores" in str(report)
     slow_first = sorted(report.chosen.rank_ms, reverse=True)
     together_ms = slow_first[0] + sum(slow_first[2:]) / 2
