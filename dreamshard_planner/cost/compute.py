@@ -28,10 +28,10 @@ def overall_ms(compute_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tenso
         max over ranks of (forward + backward)  +  forward collectives  +  backward collectives
 
     because between two all-to-all barriers of steady training a rank runs the backward of one step and the forward of
-    the next.
+    the next. Where ranks share cores, :func:`compute_ms` takes the place of the maximum.
 
     Args:
-        compute_X: milliseconds of compute, see :func:`compute_ms`.
+        compute_X: milliseconds of compute, by :func:`compute_ms`.
         collective_ms: milliseconds [...] of the collectives, forward and backward.
     """
     forward_X, backward_X = collective_ms
