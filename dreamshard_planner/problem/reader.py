@@ -265,8 +265,10 @@ class OptionReader:
 
     def table(self, option: ShardingOption, topology: Topology) -> Table:
         """Return the option's table; the same for all options of a table, kernel, cache and hot rows."""
-        hot = hot_rows_of(option)
-        key = (option.fqn, option.compute_kernel, option.cache_load_factor, self._prefetches(option), hot)
+        declared = (option.module, option.name, option.batch_size)  # one reader may serve several models and planners
+        lookups = (*option.input_lengths, None, *(option.num_poolings or ()))
+        kernel = (option.compute_kernel, option.cache_load_factor, self._prefetches(option), hot_rows_of(option))
+        key = (declared, lookups, kernel)
         if key not in self._tables:
             self._tables[key] = self._read_table(option, topology)
         return self._tables[key]

@@ -46,6 +46,14 @@ def test_each_component_works_alone(seam: str) -> None:
     assert len(ranks_of(theirs.plan(small_model(), SHARDERS))) == 6
 
 
+def test_one_rater_serves_models_whose_tables_share_names() -> None:
+    two, shared, costs = topology(), components.rater(topology()), []
+    for rows, dim in ((100, 16), (1_000_000, 256)):
+        options = EmbeddingEnumerator(two, 64).enumerate(collection(table("t", rows, dim)), SHARDERS)
+        costs.append([of.alone_ms(options) for of in (shared, components.rater(two))])
+    assert all(one == pytest.approx(other) for one, other in costs) and costs[0] != costs[1]
+
+
 class OnTheLastRank(Partitioner):
     """A user's partitioner."""
 
@@ -91,6 +99,18 @@ def test_a_given_enumerator_does_not_undo_exact_training() -> None:
         PlannerError, match="'t' only column_wise, and .* row_wise, .*: give the planner the enumerator's"
     ):
         planner(topology=devices, enumerator=only).plan(model, SHARDERS)
+
+
+def test_a_given_enumerator_is_asked_once_per_plan() -> None:
+    asked = []
+
+    class Counted(EmbeddingEnumerator):
+        def enumerate(self, module, sharders) -> list[ShardingOption]:
+            asked.append(module)
+            return super().enumerate(module, sharders)
+
+    made = planned(small_model(), enumerator=Counted(topology(), 64))
+    assert len(asked) == 1 and len(made.options) == 6
 
 
 class DearWhole(EmbeddingPerfEstimator):
