@@ -210,12 +210,14 @@ class BatchSampler:
 
 
 def _on_host(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Start a copy into pinned memory; it is complete when the current stream gets there."""
+    """Start a copy into pinned memory; it is complete when the current stream gets there. Weights are not copied: only
+    that there are some is counted."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     strides = batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None
     values, lengths = (tensor.to("cpu", non_blocking=True) for tensor in (batch.values(), batch.lengths()))
-    return KeyedJaggedTensor(batch.keys(), values, lengths=lengths, stride_per_key_per_rank=strides)
+    weights = None if batch.weights_or_none() is None else values
+    return KeyedJaggedTensor(batch.keys(), values, weights, lengths=lengths, stride_per_key_per_rank=strides)
 
 
 def in_smaller_batches(features: Mapping[str, FeatureStatistics]) -> list[str]:

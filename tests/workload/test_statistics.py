@@ -14,7 +14,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
-from dreamshard_planner.workload.counting import BatchSampler
+from dreamshard_planner.workload.counting import BatchSampler, _on_host
 from dreamshard_planner.workload.statistics import SCHEMA
 from tests.counted import batches_of, counted
 
@@ -242,6 +242,16 @@ def test_every_nth_batch_is_counted_as_from_batches_counts() -> None:
     found = sampled(given, every=4).statistics()
     expected = TableStatistics.from_batches([given[0], given[4], given[8]])
     assert dict(found) == dict(expected) and found["a"].batches == 3
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_copy_on_the_host_tells_whether_lookups_have_weights(weighted: bool) -> None:
+    (batch,) = batches(1)
+    weights = torch.ones(batch.values().numel()) if weighted else None
+    copy = _on_host(KeyedJaggedTensor(batch.keys(), batch.values(), weights, lengths=batch.lengths()))
+    found = TableStatistics.from_batches([copy])
+    assert [one.weighted for one in found.values()] == [weighted] * 2
+    assert found["a"].pooling_factor == TableStatistics.from_batches([batch])["a"].pooling_factor
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 2.5, "3"])
