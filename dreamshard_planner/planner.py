@@ -40,7 +40,7 @@ from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
-from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings, reserved
+from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings, answering
 from dreamshard_planner.planning.plan_notes import lost_optimizers, missing_optimizers
 from dreamshard_planner.planning.ranks import (
     PlannedRanks,
@@ -203,6 +203,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
         self._loop: SearchLoop | None = None
+        self._remembered: Remembered | None = None
+        self._falls_back = True
         self._result: PlanResult | str = (
             "plan first, on this rank (DistributedModelParallel and collective_plan plan on rank 0 alone)"
         )
@@ -222,6 +224,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     def optimizers_attached(self, attached: bool) -> None:
         self._settings = replace(self._settings, optimizers_attached=attached)
 
+    @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plan for ``module``; needs no process group.
 
@@ -229,51 +232,32 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlannerError: tables do not fit (names table and bytes), or constraints leave a table no sharding type.
             StatisticsError: the statistics name features that the module lacks.
         """
-        return self._planned(module, sharders, self._settings)
-
-    @neutral()
-    def _planned(
-        self,
-        module: nn.Module,
-        sharders: Sequence[ModuleSharder[nn.Module]],
-        settings: PlannerSettings,
-        remembered: Remembered | None = None,
-        falls_back: bool = True,
-    ) -> ShardingPlan:
-        """Plan by some settings.
-
-        Args:
-            module, sharders: as of :meth:`plan`.
-            settings: the planner's own, or with statistics of an earlier training.
-            remembered: observed plans of the module's tables, which may be kept.
-            falls_back: whether TorchRec's plan is taken if ours gains too little.
-        """
         sharders = checked_sharders(sharders)
         self._best_plan = None
         try:
-            model = self._begin(module, sharders, settings, remembered, falls_back)
+            model = self._begin(module, sharders)
             for text in model.doubtful:
-                warnings.warn(text, InputWarning, stacklevel=4)
+                warnings.warn(text, InputWarning, stacklevel=3)
             try:
                 # Enumerate, propose, partition, rate, keep the best.
                 sharding_plan = super().plan(module, sharders)
             except PlannerError as error:
-                reason = reason_first(error, self._proposers, settings.timeout_seconds)
+                reason = reason_first(error, self._proposers, self._settings.timeout_seconds)
                 raise PlannerError(reason, error.error_type) from None
             if self._best_plan is None:
                 self._result = "the last planned module has no table that its sharders shard"
                 if model.unsharded:
                     text = f"the plan is empty: no sharder is for the model's {first_of(model.unsharded)}"
-                    warnings.warn(text, InputWarning, stacklevel=4)
+                    warnings.warn(text, InputWarning, stacklevel=3)
             else:
                 self._result = PlanResult.of(model, self._chosen, self._best_plan)
         except BaseException as error:
             self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
         options: Sequence[ShardingOption] = self._best_plan or []
-        self._warn_of_lost_optimizers(model, options, stacklevel=5)
+        self._warn_of_lost_optimizers(model, options)
         if missing := missing_optimizers(options, model.context.reader):
-            warnings.warn(missing, InputWarning, stacklevel=4)
+            warnings.warn(missing, InputWarning, stacklevel=3)
         hot = {fqn_of(option): rows.ids for option in options if (rows := hot_rows_of(option)) is not None}
         return replicate_hot_rows(sharding_plan, hot) if hot else sharding_plan
 
@@ -286,23 +270,19 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlannerError, StatisticsError: as :meth:`plan`, except for tables that do not fit.
         """
         self._result = "the last module was read, and not planned"
-        self._begin(module, checked_sharders(sharders), self._settings)
+        self._begin(module, checked_sharders(sharders))
 
-    def _begin(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[nn.Module]],
-        settings: PlannerSettings,
-        remembered: Remembered | None = None,
-        falls_back: bool = True,
-    ) -> ModelProblem:
+    def _begin(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ModelProblem:
         """Read a module, and set the components of TorchRec's loop."""
         self._loop = None
-        model = ModelProblem.of(settings, self._ranks, module, sharders, self._reservation, self._given.enumerator)
-        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, falls_back, remembered)
-        self._batch_size: int = settings.batch_size
-        self._storage_reservation = reserved(self._reservation, model.left)
-        self._constraints, self._enumerator = model.context.constraints, model.enumerator
+        model = ModelProblem.of(
+            self._settings, self._ranks, module, sharders, self._reservation, self._given.enumerator
+        )
+        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back, self._remembered)
+        self._batch_size: int = model.settings.batch_size
+        self._storage_reservation = answering(self._reservation, "reserve", model.left)
+        self._constraints = model.context.constraints
+        self._enumerator = answering(model.enumerator, "enumerate", model.search_space)
         self._proposers: list[Proposer] = loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
         return model
@@ -352,23 +332,23 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         def make() -> ShardingPlan:
             if found is not None:
-                topology, settings = read_topology(*found), self._settings
-                self._ranks = PlannedRanks.of(
-                    topology, self._checkpoint, settings.sharding_groups, told(topology, found[1])
-                )
+                topology, groups = read_topology(*found), self._settings.sharding_groups
+                self._ranks = PlannedRanks.of(topology, self._checkpoint, groups, told(topology, found[1]))
                 self._topology: Topology = self._ranks.topology
             check_ranks(self._topology.world_size, self._ranks.all_ranks, ranks, in_groups)
             given = get_default_sharders() if sharders is None else sharders
             if self.plan_loader is not None:
                 return self.plan(module, given)
-            remembered = Remembered.of_module(module, given, self._topology)
-            settings = remembered.completed(self._settings)
+            own, self._remembered = self._settings, Remembered.of_module(module, given, self._topology)
+            self._settings = self._remembered.completed(own)
             try:
-                return self._planned(module, given, settings, remembered)
+                return self.plan(module, given)
             except (PlannerError, StatisticsError) as error:
-                if settings is self._settings:
+                if self._settings is own:
                     raise
                 logger.warning("planned without what earlier trainings observed: %s", error)
+            finally:
+                self._settings, self._remembered = own, None
             return self.plan(module, given)
 
         def checked() -> ShardingPlan:
@@ -392,7 +372,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         plan of a ``plan_loader`` must have the same digest.
 
         Raises:
-            DreamShardError: there is no plan yet on this rank; or the given enumerator keeps no search space.
+            DreamShardError: there is no plan yet on this rank.
         """
         components = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
         return self._model().digest(components)
@@ -439,7 +419,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         model = self._model()
         rated = model.rated(plan)
-        self._warn_of_lost_optimizers(model, rated.options, stacklevel=4)
+        self._warn_of_lost_optimizers(model, rated.options)
         return ReportEntry.of(name, rated.costs)
 
     @neutral()
@@ -530,8 +510,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """Plan the last module again with a copy of the planner, by other statistics and without a plan loader."""
         other, model = copy.copy(self), self._model()
         other._settings = replace(model.settings, statistics=statistics or model.settings.statistics)
-        other.plan_loader = None
-        other._planned(model.skeleton, model.sharders, other._settings, falls_back=False)
+        other.plan_loader, other._falls_back = None, False
+        other.plan(model.skeleton, model.sharders)
         return other._last()
 
     @neutral()
@@ -548,9 +528,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         return explain(self._model(), self._last().plan if plan is None else plan, rank)
 
-    def _warn_of_lost_optimizers(self, model: ModelProblem, plan: Sequence[ShardingOption], stacklevel: int) -> None:
+    def _warn_of_lost_optimizers(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> None:
         for lost in lost_optimizers(plan, model.context.reader, self._topology.compute_device):
-            warnings.warn(lost, stacklevel=stacklevel)
+            warnings.warn(lost, stacklevel=4)
 
     def _last(self) -> PlanResult:
         if isinstance(self._result, str):

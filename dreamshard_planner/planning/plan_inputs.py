@@ -11,7 +11,7 @@ from enum import Enum
 from functools import partial
 from numbers import Integral
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torchrec.distributed.planner.constants import (
@@ -49,6 +49,7 @@ from dreamshard_planner.torchrec_components.compat import dense_tensor_bytes, se
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 
+Component = TypeVar("Component")
 RESERVED_SHARE = 0.15
 """Share of device memory that TorchRec's planner reserves by default."""
 
@@ -165,15 +166,15 @@ class DefaultReservation(HeuristicalStorageReservation):
         return super().reserve(topology, batch_size, module, sharders, constraints)
 
 
-def reserved(reservation: StorageReservation, left: Topology) -> StorageReservation:
-    """Return a copy of a reservation that leaves ``left``, for TorchRec's loop, which would reserve once more."""
-    done = copy.copy(reservation)
-    vars(done)["reserve"] = partial(_reserved, left)
-    return done
+def answering(component: Component, method: str, answer: object) -> Component:
+    """Return a copy of a component whose method gives copies of its answer: TorchRec's loop would ask once more."""
+    answered = copy.copy(component)
+    vars(answered)[method] = partial(_copied, answer)
+    return answered
 
 
-def _reserved(left: Topology, *_: object, **__: object) -> Topology:
-    return left
+def _copied(answer: object, *_: object, **__: object) -> object:
+    return copy.deepcopy(answer)
 
 
 def plan_inputs(

@@ -41,8 +41,9 @@ def model() -> Any:
 def started(**arguments: Any) -> DreamShardPlanner:
     """A planner after the start of a job, on rank 0."""
     planner = small_models.planner(**({"sharding_types": ["table_wise"], "batch_size": None} | arguments))
-    known = remembered()
-    planner._planned(model(), SHARDERS, known.completed(planner._settings), known)  # as collective_plan does
+    planner._remembered = known = remembered()  # as collective_plan does
+    planner._settings = known.completed(planner._settings)
+    planner.plan(model(), SHARDERS)
     return planner
 
 
@@ -167,10 +168,18 @@ def test_old_runs_are_removed_and_damaged_ones_left_out(home: Path) -> None:
 
 
 def test_statistics_with_which_tables_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    """The plan method of a subclass makes both plans."""
+    batch_sizes = []
+
+    class Own(DreamShardPlanner):
+        def plan(self, *given: Any) -> Any:
+            batch_sizes.append(self._settings.batch_size)
+            return super().plan(*given)
+
     small = topology(1, memory=2**28)
     known = Remembered.of_module(model(), SHARDERS, small)
     known.remember(statistics(factor=30.0, batch_size=100_000), {}, None, None)
-    planner = DreamShardPlanner(topology=small, effort="quick", stats=[], debug=False)
+    planner = Own(topology=small, effort="quick", stats=[], debug=False)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         with warned("planner") as told:
@@ -178,4 +187,4 @@ def test_statistics_with_which_tables_do_not_fit_are_left_out(tmp_path: Path) ->
     finally:
         dist.destroy_process_group()
     assert len(told) == 1 and "planned without what earlier trainings observed" in told[0]
-    assert planner.saved_plan().inputs.statistics is None
+    assert planner.saved_plan().inputs.statistics is None and batch_sizes == [100_000, 512]
