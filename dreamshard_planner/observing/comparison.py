@@ -55,12 +55,15 @@ def compare(run: ObservedRun) -> RunComparison:
     """Compare a run with its plan's prediction for the observed ranks."""
     title = f"{run.steps:,} steps from {run.started}, {len(run.ranks)} of {run.world_size} ranks"
     plan = run.plan
-    kinds = tuple(_kinds(run, None if plan is None else plan.predicted))
-    if plan is None:
+    planned = run.world_size if plan is None else plan.inputs.topology.world_size
+    if plan is None or planned != run.world_size:
         verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         if min(rank.rank for rank in run.ranks):
             verdict = "the prediction, if one was kept, is in the file of rank 0, which is not given"
-        return RunComparison(title, kinds, (), verdict, None, _embeddings(run))
+        if planned != run.world_size:
+            verdict = f"the prediction is for {planned} ranks, and {run.world_size} trained: times do not compare"
+        return RunComparison(title, tuple(_kinds(run, None)), (), verdict, None, _embeddings(run))
+    kinds = tuple(_kinds(run, plan.predicted))
     differs = (*_other_batch_size(run, plan), *_other_optimizers(run, plan), *_replicas(run))
     meaning = [*differs, *_other_lookups(run)]
     if differs:
