@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import le
 from pathlib import Path
 
 import torch
@@ -142,7 +143,7 @@ def _learned(observation: Observation, ranks: int) -> Checkpoint:
         logger.warning("nothing was learned: %s", error)
         in_use = choice.resolve("auto", device, threads, card, ranks)
         is_unconfirmed = isinstance(error, CalibrationRefused) and error.checks
-        if not is_unconfirmed or kernels_off(in_use, observation) <= kernels_off(measured, observation):
+        if not is_unconfirmed or le(*kernels_off(observation, in_use, measured)):
             return in_use
         path.unlink(missing_ok=True)
         logger.warning("what earlier runs taught is removed, since these kernels are nearer to the costs without it")

@@ -141,14 +141,15 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
 
 
 @neutral()
-def kernels_off(checkpoint: Checkpoint, observation: Observation) -> float:
-    """Return the mean relative error of a checkpoint's costs of the observed kernels, forward and backward, as a share.
+def kernels_off(observation: Observation, *checkpoints: Checkpoint) -> list[float]:
+    """Return the mean relative error of each checkpoint's costs of the observed kernels, as a share.
 
     Raises:
         ObservationError: no kernel was observed.
     """
     sets, *_ = observed_sets(observation)
-    return float(mape_2(predict_ms(checkpoint.compute_cost(observation.topology), sets), sets.labels_ms_X2).mean())
+    costs = [checkpoint.compute_cost(observation.topology) for checkpoint in checkpoints]
+    return [float(mape_2(predict_ms(cost, sets), sets.labels_ms_X2).mean()) for cost in costs]
 
 
 @neutral()
