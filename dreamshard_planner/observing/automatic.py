@@ -48,7 +48,12 @@ def begin(model: nn.Module, planner: EmbeddingShardingPlanner) -> None:
         if int(given) and dist.is_initialized() and any(lookups_of(model)):
             AutomaticObservation(model, planner, int(given))
     except Exception as error:  # an observer's fault must not end a training
-        _failed(error)
+        _failed(error, _level())
+
+
+def _level() -> int:
+    """Return the level of messages that all ranks have: a warning on the first."""
+    return logging.INFO if dist.is_initialized() and dist.get_rank() else logging.WARNING
 
 
 def _failed(error: Exception, level: int = logging.WARNING) -> None:
@@ -113,8 +118,7 @@ class AutomaticObservation:
         observer = self._end()
         if observer is None or observer.steps < min(self._steps, LEAST_STEPS):
             return
-        level = logging.INFO if self._rank else logging.WARNING  # not once for each rank
-        write = guarded(lambda: _write(observer, self._rank), partial(_failed, level=level))
+        write = guarded(lambda: _write(observer, self._rank), partial(_failed, level=_level()))
         if threading.main_thread().is_alive():
             threading.Thread(target=write, name="dreamshard_planner observation").start()
         else:  # Python ends

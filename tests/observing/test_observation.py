@@ -2,6 +2,7 @@
 """Observed steps in bounded memory, in files, merged, and beside what was predicted."""
 
 import json
+import logging
 import math
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ from logged import warned
 from dreamshard_planner import Observation, ObservationError, TableStatistics
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.observing import automatic
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, Hooks, StepRecorder
 from dreamshard_planner.observing.learning import learn, observed_sets
@@ -233,6 +235,25 @@ def test_another_batch_size_than_the_planned_one_is_said() -> None:
     assert f"{LOCAL_BATCH} samples" in said and f"batch_size={2 * LOCAL_BATCH}" in said
     assert found.trusted is False and "times do not compare" in found.verdict
     assert not any("costs of another machine" in text for text in found.meaning)
+
+
+def test_a_prediction_for_other_ranks_is_not_compared() -> None:
+    run = planned_run(1.0, 1.0)
+    ranks = tuple(replace(of_rank, rank=rank) for rank, of_rank in enumerate((*run.ranks, *run.ranks)))
+    found = compare(replace(run, world_size=4, ranks=ranks))
+    assert found.verdict == "the prediction is for 2 ranks, and 4 trained: times do not compare"
+    assert found.trusted is None and all(kind.predicted_ms is None for kind in found.kinds)
+
+
+def test_a_wrong_number_of_steps_is_warned_of_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(automatic.VARIABLE, "many")
+    monkeypatch.setattr(automatic.dist, "is_initialized", lambda: True)
+    levels = []
+    monkeypatch.setattr(automatic.logger, "log", lambda level, *_: levels.append(level))
+    for rank in range(3):
+        monkeypatch.setattr(automatic.dist, "get_rank", lambda rank=rank: rank)
+        automatic.begin(torch.nn.Module(), None)
+    assert levels == [logging.WARNING, logging.INFO, logging.INFO]
 
 
 def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
