@@ -222,10 +222,15 @@ class ModelProblem:
             return self.context.rated(options, self.left)
 
     def lookups_per_sample(self) -> dict[str, float]:
-        """Return lookups per sample, by feature: from statistics, constraints, or TorchRec's default."""
-        reader, tables = self.context.reader, (options[0] for options in self.by_table.values())
-        each = ((reader.declared(option).features, reader.pooling_factors(option)) for option in tables)
-        return {name: factor for names, factors in each for name, factor in zip(names, factors, strict=True)}
+        """Return lookups per sample, by feature: from statistics, constraints, or TorchRec's default.
+
+        If constraints of several tables differ for a feature, the most count.
+        """
+        reader, found = self.context.reader, dict[str, float]()
+        for option, *_ in self.by_table.values():
+            for name, factor in zip(reader.declared(option).features, reader.pooling_factors(option), strict=True):
+                found[name] = max(factor, found.get(name, 0.0))
+        return found
 
     def saved(self, plan: AnyPlan, name: str, report: Report | None = None) -> SavedPlan:
         """Return a plan with all its inputs and with its report, by default a new one."""

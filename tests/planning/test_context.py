@@ -8,7 +8,7 @@ import pytest
 import small_models
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from small_models import SHARDERS, collection, planned, ranks_of, table, topology
+from small_models import SHARDERS, collection, planned, planner, ranks_of, table, topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -132,6 +132,14 @@ def test_torchrecs_costs_are_those_of_its_own_lengths(factors: list[float] | Non
     for o in planner.options:
         assert [shard.perf for shard in o.shards] == perfs[o.name, o.sharding_type, o.compute_kernel]
     assert planner.lookups_per_sample() == dict(zip(["t_f0", "t_f1", "u_f0"], expected, strict=True))
+
+
+def test_a_shared_feature_has_the_most_lookups_of_its_tables() -> None:
+    tables = [replace(table(name), feature_names=["shared"]) for name in "tu"]
+    given = {"t": ParameterConstraints(pooling_factors=[5.0])}
+    made = planner(constraints=given)
+    made.read(collection(*tables), SHARDERS)
+    assert made.lookups_per_sample() == {"shared": 5.0}
 
 
 @pytest.mark.parametrize("rows", [10, 1_000_000])
