@@ -176,11 +176,9 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
 
     Raises:
         PlanError: a file can't be read; names it.
+        TypeError: a plan is neither a saved one nor a file.
     """
-    before, after = (
-        plan if isinstance(plan, SavedPlan) else replace(SavedPlan.load(plan), name=str(plan))
-        for plan in (before, after)
-    )
+    before, after = map(_loaded, (before, after))
     one, other = dict(before.tables()), dict(after.tables())
     alike = sorted(fqn for fqn in one if before.inputs.tables[fqn] == after.inputs.tables.get(fqn))
     changes, received = _changes(before, after, alike)
@@ -198,6 +196,14 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         inputs=tuple(text for text in differences(before.inputs, after.inputs) if text not in machine),
         samples=(_samples(before), _samples(after)),
     )
+
+
+def _loaded(plan: SavedPlan | str | Path) -> SavedPlan:
+    if isinstance(plan, SavedPlan):
+        return plan
+    if not isinstance(plan, str | Path):
+        raise TypeError(f"compare takes files, or plans of DreamShardPlanner.saved_plan, got {type(plan).__name__}")
+    return replace(SavedPlan.load(plan), name=str(plan))
 
 
 def _samples(plan: SavedPlan) -> int:

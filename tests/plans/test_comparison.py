@@ -10,6 +10,7 @@ import pytest
 import small_models
 from small_models import SHARDERS, collection, planner, table
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner import DreamShardPlanner, PlacementRules, SavedPlan, ShardingGroups, compare
 from dreamshard_planner.devices import Machine
@@ -92,6 +93,11 @@ def held(plan: SavedPlan) -> dict[str, tuple[ShardPlace, ...]]:
 @pytest.fixture(scope="module")
 def plan() -> SavedPlan:
     return spanning(effort="quick")
+
+
+def test_what_is_no_plan_with_costs_is_refused(plan: SavedPlan) -> None:
+    with pytest.raises(TypeError, match=r"compare takes files, or plans of .*saved_plan, got ShardingPlan"):
+        compare(plan, ShardingPlan({}))
 
 
 def test_a_plan_under_other_names_gets_them_back(plan: SavedPlan) -> None:
