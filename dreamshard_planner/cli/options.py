@@ -106,8 +106,8 @@ def ranks_of(text: str) -> list[int]:
     return found
 
 
-def _seed(seed: int) -> int:
-    if abs(seed) > MAX_SEED:
+def _seed(seed: int | None) -> int | None:
+    if abs(seed or 0) > MAX_SEED:
         raise typer.BadParameter(f"{brief(seed)} is no seed from -2**53 to 2**53")
     return seed
 
@@ -218,7 +218,7 @@ class SearchOptions:
             **ADVANCED,
         ),
     ] = None
-    seed: Annotated[int, SEED(help="Seed of the search.")] = 0
+    seed: Annotated[int | None, SEED(help="Seed of the search. Without it: that of the plan file, otherwise 0.")] = None
     search_seconds: Annotated[
         float | None,
         SECONDS(min=0.01, help="Cap on the search; reading and rating the tables comes on top.", **ADVANCED),
@@ -230,7 +230,7 @@ class SearchOptions:
         given = {
             "cost_source": "auto" if is_file else self.costs,
             "checkpoint": self.costs if is_file else None,
-            "seed": self.seed or None,
+            "seed": self.seed,
             "effort": self.effort and self.effort.value,
             "search_seconds": self.search_seconds,
         }

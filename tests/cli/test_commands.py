@@ -24,7 +24,7 @@ from dreamshard_planner.checkpoints.choice import SHIPPED
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.app import Panel
 from dreamshard_planner.cli.options import COST_SOURCES as NAMED_COSTS
-from dreamshard_planner.cli.options import bytes_per_s, size_bytes, whole
+from dreamshard_planner.cli.options import SearchOptions, bytes_per_s, size_bytes, whole
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.workload.ids import IdHistogram
@@ -121,6 +121,10 @@ def test_help_shows_at_most_ten_options_first_and_one_vocabulary() -> None:
     rating = {"--costs", "--effort", "--seed", "--search-seconds"}
     for name in ("plan", "what-if", "replan", "diff"):
         assert rating <= {*options_of(every[name]), *options_of(every[name], "Advanced")}, name
+
+
+def test_a_seed_replaces_that_of_the_plan_file_only_if_it_is_given() -> None:
+    assert SearchOptions().settings() == {} and SearchOptions(seed=0).settings() == {"seed": 0}
 
 
 @pytest.mark.parametrize("info", list(commands()), ids=lambda info: info.name or info.callback.__name__)
