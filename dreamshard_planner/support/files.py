@@ -63,7 +63,7 @@ def _new_beside(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, Path]]
             raise OSError(errno.EINVAL, "it is no regular file")
         if not target.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, f"there is no folder {target.parent}")
-        part = target.with_name(f".{target.name[:80]}.{os.getpid()}-{secrets.token_hex(4)}.part")
+        part = target.with_name(f".{target.name[:40]}.{os.getpid()}-{secrets.token_hex(4)}.part")
         file = open(part, "xb")  # noqa: SIM115 (closed below, where the removal is)
         try:
             with file:
