@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 
 import torch.distributed as dist
@@ -66,6 +67,7 @@ from dreamshard_planner.search_space.input_checks import checked_sharders
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.formatting import first_of
+from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -500,8 +502,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         if isinstance(current, str | Path):
             current = SavedPlan.load(current)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"steps are a whole number from 0, got {steps!r}")
+        steps = checked("steps", steps, 0)
+        if max_bytes_moved is not None:
+            checked("max_bytes_moved", max_bytes_moved, 0, kind=Real)
         result = self._last() if statistics is None and self.plan_loader is None else self._afresh(statistics)
         moving = Moving(link_bytes_per_s(self._topology) if bytes_per_s is None else bytes_per_s, restart_seconds)
         return replanned(result.model, current, result.plan, steps, moving, max_bytes_moved, lost)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -45,9 +46,10 @@ from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.fingerprint import canonical, digest
+from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.torchrec_components.compat import dense_tensor_bytes, set_dense_tensor_bytes
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics
+from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics
 
 Component = TypeVar("Component")
 RESERVED_SHARE = 0.15
@@ -88,18 +90,17 @@ class PlannerSettings:
         for name, kind in types.items():
             if not isinstance(value := getattr(self, name), kind | None):
                 raise TypeError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
-        given = self.given_batch_size
-        if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < 1):
-            raise ValueError(f"batch_size must be a whole number above 0, got {given!r}")
-        hot = self.hot_rows_bytes
-        if isinstance(hot, bool) or not isinstance(hot, Integral) or hot < 0:
-            raise ValueError(f"hot_rows_bytes must be a whole number of bytes from 0, got {hot!r}")
+        for name, least, most, number in (
+            ("given_batch_size", 1, MAX_BATCH_SIZE, Integral),
+            ("hot_rows_bytes", 0, math.inf, Integral),
+            ("least_gain", 0, 0.999, Real),
+            ("search_seconds", 0.001, math.inf, Real),
+            ("timeout_seconds", 0, math.inf, Real),
+        ):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checked(name.removeprefix("given_"), given, least, most, number))
         if not isinstance(self.vocabulary, str):
             raise TypeError(f"vocabulary must be a name, got {self.vocabulary!r}")
-        if self.least_gain is not None and not 0 <= self.least_gain < 1:
-            raise ValueError(f"least_gain must be a share from 0 to below 1, or None, got {self.least_gain!r}")
-        if self.search_seconds is not None and not self.search_seconds > 0:
-            raise ValueError(f"search_seconds must be positive, got {self.search_seconds}")
         if self.sharding_types is not None and (
             isinstance(self.sharding_types, str)
             or not self.sharding_types

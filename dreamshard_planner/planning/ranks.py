@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import first_of, gb_per_s
+from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.compat import resize_topology
 
@@ -186,9 +188,7 @@ class ShardingGroups:
 
     def __post_init__(self) -> None:
         for name in ("size", "sync_interval"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of sharding groups must be a whole number above 0, got {value!r}")
+            object.__setattr__(self, name, checked(f"{name} of sharding groups", getattr(self, name)))
 
     def replicas(self, world: Topology) -> int:
         """Return the number of groups, which is the number of replicas of each shard.
@@ -362,6 +362,7 @@ def check_tables(module: nn.Module, pg: dist.ProcessGroup) -> None:
     """
     ranks = Ranks(pg.rank(), pg.size(), group=pg)
 
+    @cache
     def sizes() -> dict[str, list[int]]:
         return {
             f"{path}.{name}".removeprefix("."): [config.num_embeddings, config.embedding_dim]

@@ -6,9 +6,10 @@ Shapes: N shards before, P shards after, D ranks, H hosts, L ranks of a host.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from dreamshard_planner.errors import PlanError
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import seconds_in_words, size_in_words
+from dreamshard_planner.support.numbers import checked
 
 FORBIDDEN = -1e18
 """Bytes that stay between ranks of other memory: worse than any."""
@@ -39,11 +41,8 @@ class Moving:
     """From the last step before to the first one after, without moving anything."""
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0 or not 0 <= self.restart_seconds < math.inf:
-            raise ValueError(
-                "moving takes 0 or more restart_seconds, and bytes_per_s above 0; got "
-                f"{self.restart_seconds}, {self.bytes_per_s}"
-            )
+        checked("bytes_per_s", self.bytes_per_s, kind=Real)
+        checked("restart_seconds", self.restart_seconds, 0, sys.float_info.max, Real)
 
     def seconds(self, most_bytes: int) -> float:
         """Return the seconds of a restart in which no rank gets more than these bytes."""
@@ -200,8 +199,8 @@ def best(curve: Sequence[Move], steps: int, max_bytes_moved: int | None) -> int:
         PlanError: each moves more bytes than may move.
         ValueError: a negative limit.
     """
-    if max_bytes_moved is not None and max_bytes_moved < 0:
-        raise ValueError(f"max_bytes_moved must be at least 0, got {max_bytes_moved}")
+    if max_bytes_moved is not None:
+        checked("max_bytes_moved", max_bytes_moved, 0, kind=Real)
     allowed = [
         index for index, move in enumerate(curve) if max_bytes_moved is None or move.bytes_moved <= max_bytes_moved
     ]

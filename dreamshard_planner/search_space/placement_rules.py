@@ -26,6 +26,7 @@ from dreamshard_planner.search_space.modules import ShardableTable
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest, ranks_in_words
+from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 
@@ -98,9 +99,9 @@ def _merged(groups: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 def _ranks(name: str, ranks: Sequence[int]) -> tuple[int, ...]:
     ranks = [ranks] if isinstance(ranks, int) else list(ranks)
-    if not ranks or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
-        raise ValueError(f"on_ranks of table {name!r} must be ranks from 0 on, at least one; got {ranks!r}")
-    return tuple(sorted(set(ranks)))
+    if not ranks:
+        raise ValueError(f"on_ranks of table {name!r} must name at least one rank")
+    return tuple(sorted({checked(f"on_ranks of table {name!r}", rank, 0) for rank in ranks}))
 
 
 PLENTY = 2**20

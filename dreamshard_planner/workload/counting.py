@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.ids import HotCounts, IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts, mean_reuse
@@ -172,9 +173,7 @@ class BatchSampler:
     """
 
     def __init__(self, every: int = EVERY) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise StatisticsError(f"every must be a whole number of batches from 1, got {every!r}")
-        self.every, self.seen = every, 0
+        self.every, self.seen = checked("every", every, error=StatisticsError), 0
         self._counts = BatchCounts()
         self._copy: tuple[KeyedJaggedTensor, torch.cuda.Event] | None = None
 

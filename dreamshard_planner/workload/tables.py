@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.support.documents import STRICT
 from dreamshard_planner.support.files import brief
+from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.workload.ids import HotIds, IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 
@@ -115,11 +116,9 @@ class FeatureStatistics:
                 raise StatisticsError(f"{name.replace('_', ' ')} must be a number, got {brief(value)}") from error
         if not math.isfinite(self.pooling_factor) or self.pooling_factor < 0:
             raise StatisticsError(f"pooling factor must be a finite number >= 0, got {self.pooling_factor}")
-        if self.batch_size is not None and not 1 <= self.batch_size <= MAX_BATCH_SIZE:
-            raise StatisticsError(f"batch size must be from 1 to {MAX_BATCH_SIZE}, got {brief(self.batch_size)}")
-        whole = isinstance(self.batches, int) and not isinstance(self.batches, bool)
-        if not whole or not 1 <= self.batches <= MAX_BATCHES:
-            raise StatisticsError(f"batches must be a whole number from 1 to {MAX_BATCHES}, got {brief(self.batches)}")
+        for name, most in (("batch_size", MAX_BATCH_SIZE), ("batches", MAX_BATCHES)):
+            if (value := getattr(self, name)) is not None or name == "batches":
+                object.__setattr__(self, name, checked(name.replace("_", " "), value, 1, most, error=StatisticsError))
         if self.reuse_histogram is None:
             if self.distinct_rows is not None:
                 raise StatisticsError(f"distinct rows ({self.distinct_rows}) tell nothing without a reuse histogram")

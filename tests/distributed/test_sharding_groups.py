@@ -248,7 +248,7 @@ def test_without_groups_the_plan_of_all_ranks_is_no_plan_of_one() -> None:
         check_ranks(4, all_ranks, 16, in_groups=True)
     with pytest.raises(DreamShardError, match="4 ranks are no whole number of sharding groups of 3"):
         DreamShardPlanner(topology=Topology(4, "cpu"), sharding_groups=ShardingGroups(size=3))
-    with pytest.raises(ValueError, match="sync_interval of sharding groups must be a whole number above 0, got 0"):
+    with pytest.raises(ValueError, match="sync_interval of sharding groups must be a whole number from 1, got 0"):
         ShardingGroups(size=2, sync_interval=0)
 
 

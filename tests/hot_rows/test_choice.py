@@ -126,5 +126,5 @@ def test_index_dedup_is_advised_with_its_gain() -> None:
 
 @pytest.mark.parametrize("given", [-1, 1.5, True])
 def test_impossible_budgets_are_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=f"hot_rows_bytes must be a whole number of bytes from 0, got {given}"):
+    with pytest.raises(ValueError, match=f"hot_rows_bytes must be a whole number from 0, got {given}"):
         _planned(None, hot_rows_bytes=given)

@@ -154,7 +154,8 @@ def test_kernels_that_the_sharder_does_not_offer_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("search_seconds", 0, "search_seconds must be positive, got 0"),
+        *((name, value, f"{name} must be a number from .*, got {value!r}")
+          for name, value in (("search_seconds", 0), ("search_seconds", "2"), ("timeout_seconds", "5"))),
         *(("sharding_types", kinds, "sharding_types must be some of table_wise, column_wise")
           for kinds in ((), "table_wise", ("table_wise", "diagonal"))),
         ("cost_source", "guess", "cost_source must be one of auto, roofline, torchrec, got 'guess'"),
@@ -162,8 +163,8 @@ def test_kernels_that_the_sharder_does_not_offer_are_left_alone() -> None:
         ("checkpoint", "gone.safetensors", "gone.safetensors"),
         ("topology", 512, "topology must be .*Topology, got 512: give a batch size by name, batch_size=512"),
         ("statistics", {"t0_f0": 1.0}, "TableStatistics, got dict"),
-        *(("batch_size", size, f"batch_size.*{size}") for size in (0, -1, 1.5, True)),
-        *(("least_gain", share, f"least_gain.*{share}") for share in (-0.1, 1.0, 3)),
+        *(("batch_size", size, f"batch_size.*{size}") for size in (0, -1, 1.5, True, 2**50)),
+        *(("least_gain", share, f"least_gain.*{share}") for share in (-0.1, 1.0, 3, "1")),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_errors(name: str, value: object, told: str) -> None:

@@ -117,8 +117,8 @@ def test_rules_that_mean_nothing_are_errors_at_once() -> None:
         (lambda: PlacementRules(together=["ab"]), "groups of two tables or more"),
         (lambda: PlacementRules(apart=[("a",)]), "groups of two tables or more"),
         (lambda: PlacementRules(together=[("a", "b"), ("b", "c")], apart=[("a", "c")]), "to be together and apart"),
-        (lambda: PlacementRules(on_ranks={"a": []}), "'a' must be ranks from 0 on, at least one"),
-        (lambda: PlacementRules(on_ranks={"a": [-1]}), "ranks from 0 on"),
+        (lambda: PlacementRules(on_ranks={"a": []}), "'a' must name at least one rank"),
+        (lambda: PlacementRules(on_ranks={"a": [-1]}), "'a' must be a whole number from 0, got -1"),
         (lambda: planner(RULES, partitioner=GreedyPerfPartitioner()), "own partitioner"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -256,7 +256,7 @@ def test_a_copy_on_the_host_tells_whether_lookups_have_weights(weighted: bool) -
 
 @pytest.mark.parametrize("every", [0, -1, True, 2.5, "3"])
 def test_samplers_refuse_what_is_no_number_of_batches(every: object) -> None:
-    with pytest.raises(StatisticsError, match="every must be a whole number of batches from 1"):
+    with pytest.raises(StatisticsError, match="every must be a whole number from 1"):
         BatchSampler(every)
 
 
