@@ -8,6 +8,7 @@ CUDA: naming either would put it over the CPU build of an environment that works
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
 import warnings
@@ -151,6 +152,11 @@ def load_libc10_first() -> None:
     if "torch" not in sys.modules and (libc10 := torch_library("libc10.so")):
         with suppress(OSError):  # importing torch explains it
             ctypes.CDLL(str(libc10), ctypes.RTLD_GLOBAL)
+
+
+def of_child(**more: str) -> dict[str, str]:
+    """Return the environment of a ``python -P`` that imports what this process imports, from the same places."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
 
 
 def _is_there(module: str) -> bool:

@@ -15,6 +15,7 @@ from dreamshard_planner.environment import (
     Library,
     installed,
     mended,
+    of_child,
     torch_library,
     untried,
 )
@@ -82,8 +83,8 @@ def _cpu_kernels() -> Finding:
 
     found, slow = instruction_set(), reference_kernels()
     if (libtorch := torch_library("libtorch.so")) and b"cpuinfo_initialize" in libtorch.read_bytes():
-        command = [sys.executable, "-W", "ignore", "-c", _INSTRUCTION_SET]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [sys.executable, "-P", "-W", "ignore", "-c", _INSTRUCTION_SET]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, env=of_child()).stdout
         found, _, slow = said.strip().partition(" ")
     if slow:
         also = "dreamshard's own commands use the fast kernels"

@@ -20,6 +20,7 @@ from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 
 from dreamshard_planner.checkpoints import choice
+from dreamshard_planner.environment import of_child
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.hooks import guarded, lookups_of, trains
 from dreamshard_planner.observing.observation import rank_file
@@ -140,17 +141,11 @@ def _write(observer: Observer, rank: int) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=_environment(),
+            env=of_child(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **{VARIABLE: "0"}),
             start_new_session=True,
         )
     tell = guarded(lambda: _tell(process.communicate()[0], process.returncode, log.name), _failed)
     threading.Thread(target=tell, name="dreamshard_planner background", daemon=True).start()
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of the process that learns: it imports what the training imports, from the same places."""
-    ours = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", VARIABLE: "0"}
-    return {**os.environ, **ours}
 
 
 def _tell(told: bytes, status: int, log: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from dreamshard_planner import Checkpoint, DreamShardError
 from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes
+from dreamshard_planner.cli import diagnosis
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import torch_library
@@ -37,6 +38,14 @@ def test_commands_and_preloading_give_every_torch_the_fast_kernels() -> None:
     )
     assert instruction_set() == preloaded.stdout.strip() == describe_hardware("cpu", 1).get("instruction_set", "")
     assert instruction_set() != REFERENCE
+
+
+def test_doctor_asks_a_python_that_ignores_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libtorch.so").write_bytes(b"cpuinfo_initialize")
+    (tmp_path / "platform.py").write_text("raise RuntimeError")
+    monkeypatch.setattr(diagnosis, "torch_library", lambda name: tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert diagnosis._cpu_kernels().subject == "FBGEMM on CPU"
 
 
 def test_reference_kernels_are_not_measured(reference: None, tmp_path: Path) -> None:
