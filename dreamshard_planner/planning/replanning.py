@@ -117,7 +117,7 @@ class Held:
         new: list[str] = []
         changed: list[str] = []
         for fqn, declared in model.inputs.tables.items():
-            if fqn not in given or _weights(before.get(fqn, declared)) != _weights(declared):
+            if fqn not in given or before.get(fqn, declared).weights != declared.weights:
                 (changed if fqn in given else new).append(fqn)
                 continue
             table = sharding_of(fqn, given[fqn], (declared.rows, declared.dim))
@@ -255,11 +255,6 @@ class _Ways:
             if self._held.same_ranks:
                 raise
             return None
-
-
-def _weights(table: TableInputs) -> tuple[int, int, str]:
-    """Return the fields that must match for weights to be reused."""
-    return table.rows, table.dim, table.data_type
 
 
 def _searched(model: ModelProblem, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:

@@ -180,7 +180,8 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
     """
     before, after = map(_loaded, (before, after))
     one, other = dict(before.tables()), dict(after.tables())
-    alike = sorted(fqn for fqn in one if before.inputs.tables[fqn] == after.inputs.tables.get(fqn))
+    was, now = ({fqn: table.weights for fqn, table in plan.inputs.tables.items()} for plan in (before, after))
+    alike = sorted(fqn for fqn in one if was[fqn] == now.get(fqn))
     changes, received = _changes(before, after, alike)
     return Comparison(
         before=before.name,

@@ -151,6 +151,11 @@ class TableInputs:
         """Bytes of one weight."""
         return getattr(torch, self.data_type).itemsize
 
+    @property
+    def weights(self) -> tuple[int, int, str]:
+        """Fields that must match for weights to be reused."""
+        return self.rows, self.dim, self.data_type
+
     def trained_bytes(self, weights: Weights, width: Any) -> Weights:
         """Return the bytes of weights in shards of this width, with their part of the optimizer's states."""
         known = costed_optimizer(self.optimizer)

@@ -95,6 +95,14 @@ def plan() -> SavedPlan:
     return spanning(effort="quick")
 
 
+def test_tables_of_another_optimizer_stay(plan: SavedPlan) -> None:
+    """Their weights may be reused."""
+    tables = {name: replace(one, optimizer="adam") for name, one in plan.inputs.tables.items()}
+    found = compare(plan, replace(plan, inputs=replace(plan.inputs, tables=tables)))
+    assert found.unchanged == len(tables) and not found.only_before + found.only_after
+    assert any("optimizer of table" in text for text in found.inputs)
+
+
 def test_what_is_no_plan_with_costs_is_refused(plan: SavedPlan) -> None:
     with pytest.raises(TypeError, match=r"compare takes files, or plans of .*saved_plan, got ShardingPlan"):
         compare(plan, ShardingPlan({}))
