@@ -32,6 +32,7 @@ from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, set_ran
 from dreamshard_planner.search_space.replica_rules import in_backward_arguments
 from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.torchrec_components import compat
+from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.hot_rows import HotRows
 
 LEAST_GAIN = 0.02
@@ -106,8 +107,8 @@ class _Rated:
 def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_bytes: int) -> HotRowsChoice:
     """Choose hot rows for the sequence tables of a plan, whose own hot rows do not count.
 
-    Only tables with counted ids (:class:`~dreamshard_planner.workload.ids.HotIds`), a row_wise option and an
-    optimizer that replicas can follow may have hot rows.
+    Only tables with counted ids (:class:`~dreamshard_planner.workload.ids.HotIds`), a row_wise option, an optimizer
+    that replicas can follow and batches of one size may have hot rows.
 
     Args:
         model: of the plan.
@@ -163,12 +164,15 @@ def _candidates(model: ModelProblem) -> list[_Candidate]:
         module = option.module[1]
         if type(module) is not EmbeddingCollection or option.sharding_type != ShardingType.ROW_WISE.value:
             continue
-        names = [name for config in module.embedding_configs() for name in config.feature_names]
+        tables = {config.name: config.feature_names for config in module.embedding_configs()}
+        names = [name for features in tables.values() for name in features]
         known = model.context.reader.kernel_params(option)
         arguments = in_backward_arguments(option.tensor, {k: v for k, v in known.items() if v is not None})
         if (
             option.compute_kernel != "fused"
             or len(set(names)) < len(names)
+            or in_smaller_batches({name: statistics[name] for name in names if name in statistics})
+            or any(one.batch_sizes for name, one in (model.context.constraints or {}).items() if name in tables)
             or why_not_hot_rows(arguments, option.tensor.dtype, topology.compute_device)
         ):
             continue

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -122,6 +123,13 @@ def test_index_dedup_is_advised_with_its_gain() -> None:
     # A planner whose sharder dedups ids counts all but the time to find repeated lookups.
     told_ms = planners[True].report().chosen.total_ms
     assert told_ms < advised["dedup_ms"] < 1.5 * told_ms
+
+
+def test_tables_whose_batches_vary_have_no_hot_rows() -> None:
+    """Their replicas would refuse the first batch."""
+    half = {"t1": ParameterConstraints(batch_sizes=[SAMPLES // 2])}
+    _, planner = _planned.__wrapped__(1.2, constraints=half)
+    assert not _choice(planner).hot_rows
 
 
 @pytest.mark.parametrize("given", [-1, 1.5, True])
