@@ -34,8 +34,8 @@ class FeatureCounts:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.samples = 0
-        self._batches = self._known_batches = 0
+        self.samples = self.largest = 0
+        self.batches = self._known_batches = 0
         self._lookups = self._distinct = self._counted = 0.0
         self._count_K = torch.zeros(NUM_REUSE_BINS, dtype=torch.float64)
         self._ids: IdHistogram | None = None
@@ -49,6 +49,7 @@ class FeatureCounts:
             return
         if len(id_N) and id_N.is_floating_point():
             raise StatisticsError(f"feature {self.name!r}: ids must be whole numbers, got {id_N.dtype}")
+        self.largest = max(self.largest, samples)
         id_R, count_R = torch.unique(id_N.long().cpu(), return_counts=True)
         histogram_K, distinct = histogram_of_counts(count_R)
         ids = IdHistogram.of_counts(id_R, count_R)
@@ -81,7 +82,7 @@ class FeatureCounts:
         weighted: bool,
     ) -> None:
         """Add the sums of some batches; without a histogram, their reuse is unknown."""
-        self._batches += batches
+        self.batches += batches
         self.samples += samples
         self._weighted = self._weighted or weighted
         if histogram_K is not None or not lookups:
@@ -102,16 +103,16 @@ class FeatureCounts:
         """Return the statistics of all batches so far; StatisticsError if none has a sample."""
         if not self.samples:
             raise StatisticsError(f"feature {self.name!r}: all batches are without samples")
-        pooling_factor, batch_size = self._lookups / self.samples, max(1, round(self.samples / self._batches))
+        pooling_factor, batch_size = self._lookups / self.samples, max(1, round(self.samples / self.batches))
         histogram = distinct = None
         if self._counted:
             histogram = tuple((self._count_K / self._counted).tolist())
             # The mean batch size is rounded: distinct rows must not exceed its lookups.
             distinct = min(self._counted / self._known_batches, pooling_factor * batch_size)
         ids = self._ids if self._ids_are_rows else None
-        hot = None if self._hot is None or ids is None else self._hot.statistics(self._batches)
+        hot = None if self._hot is None or ids is None else self._hot.statistics(self.batches)
         return FeatureStatistics(
-            pooling_factor, histogram, batch_size, distinct, ids, self._batches, self._weighted, hot
+            pooling_factor, histogram, batch_size, distinct, ids, self.batches, self._weighted, hot
         )
 
 
@@ -146,6 +147,13 @@ class BatchCounts:
             jagged = batch[key]
             count.add(jagged.values(), jagged.lengths().numel(), jagged.weights_or_none() is not None)
         self.batches += 1
+
+    @property
+    def uneven(self) -> list[str]:
+        """Features whose batches are much smaller in the mean than the largest, so that their reuse is of no size."""
+        return [
+            key for key, count in self._features.items() if count.largest * count.batches > SAME_BATCH * count.samples
+        ]
 
     @neutral()
     def statistics(self, with_samples: bool = False) -> dict[str, FeatureStatistics]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.errors import InputWarning, StatisticsError
 from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import read_json, write_whole
-from dreamshard_planner.support.formatting import some_of
+from dreamshard_planner.support.formatting import first_of, some_of
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.counting import BatchCounts, by_feature, merge_features
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -135,6 +136,9 @@ class TableStatistics(dict[str, FeatureStatistics]):
                 such as ``torchrec.datasets.utils.Batch``; all with the same keys. A single one counts as one batch.
             keys: features to count, without those of modules that are not planned. Default: all.
 
+        Warns:
+            InputWarning: batches are much smaller in the mean than the largest one.
+
         Raises:
             StatisticsError: there is no batch, the keys differ between batches, ``keys`` has others, or a batch is
                 something else or has no data (meta and fake tensors).
@@ -144,6 +148,9 @@ class TableStatistics(dict[str, FeatureStatistics]):
         counts = BatchCounts(keys)
         for batch in _sparse_features(batches):
             counts.add(batch)
+        if uneven := counts.uneven:
+            text = "sizes of the batches differ, and reuse belongs to a size: count batches of about one size for"
+            warnings.warn(f"{text} {first_of(uneven)}", InputWarning, stacklevel=2)
         return cls(counts.statistics())
 
     @classmethod

@@ -4,6 +4,7 @@
 import json
 import math
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.workload.counting import BatchSampler, _on_host
 from dreamshard_planner.workload.statistics import SCHEMA
 from tests.counted import batches_of, counted
@@ -242,6 +244,14 @@ def test_every_nth_batch_is_counted_as_from_batches_counts() -> None:
     found = sampled(given, every=4).statistics()
     expected = TableStatistics.from_batches([given[0], given[4], given[8]])
     assert dict(found) == dict(expected) and found["a"].batches == 3
+
+
+def test_batches_of_very_different_sizes_are_warned_of() -> None:
+    whole, rest = batches(20), batches(1, samples=3)
+    with warnings.catch_warnings(action="error"):
+        TableStatistics.from_batches([*whole, *rest])
+    with pytest.warns(InputWarning, match=r"sizes of the batches differ.*count batches of about one size for a, b"):
+        TableStatistics.from_batches([*whole[:1], *rest])
 
 
 @pytest.mark.parametrize("weighted", [False, True])
