@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from dreamshard_planner.workload.statistics import TableStatistics
 
 logger = logging.getLogger(__name__)
 
+Content = TypeVar("Content")
 SLOWER = 1.05
 """Ratio of observed steps from which on a plan is slower than another; below, steps differ by chance."""
 LEAST_GAIN = 0.03
@@ -93,12 +94,7 @@ class Remembered:
 
     def statistics(self) -> TableStatistics | None:
         """Return the statistics that the last training counted; None if there are none that can be read."""
-        path = self.folder / "statistics.json"
-        try:
-            return TableStatistics.from_json(path) if path.exists() else None
-        except (DreamShardError, OSError) as error:
-            logger.warning("statistics of an earlier training are left out: %s", error)
-            return None
+        return _read(self.folder / "statistics.json", TableStatistics.from_json)
 
     def completed(self, settings: PlannerSettings) -> PlannerSettings:
         """Return a planner's settings with the observed statistics, and their batch size, if the user gave none."""
@@ -118,7 +114,7 @@ class Remembered:
 
     def better(self) -> SavedPlan | None:
         """Return the plan that is predicted to be better than the last observed one, if there is one."""
-        return self._plan("better.json")
+        return _read(self.better_file, SavedPlan.load)
 
     def kept(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> Replacement | None:
         """Return the fastest observed plan if it should stay; None if the searched plan should take its place.
@@ -126,8 +122,11 @@ class Remembered:
         It stays if the searched plan was observed to be slower, or was never observed and is predicted to gain less
         than costs can tell (:func:`least_gain`).
         """
-        observed, fastest = self._observed(), self._plan("fastest.json")
-        if fastest is None:
+        observed, fastest = (
+            _read(self._own / "observed.json", _steps_ms),
+            _read(self._own / "fastest.json", SavedPlan.load),
+        )
+        if fastest is None or observed is None:
             return None
         fast_ms, slow_ms = (observed.get(sharding_key(one)) for one in (fastest.sharding, shardings(plan)))
         if fast_ms is None or (slow_ms is not None and slow_ms <= SLOWER * fast_ms):
@@ -163,13 +162,10 @@ class Remembered:
         """Write everything known after a training; None for a plan removes its file, None for statistics keeps them.
 
         Raises:
-            FileError, PlanError: a file cannot be written.
+            OSError, PlanError: a file cannot be written.
         """
-        own = self.folder / self.place
-        try:
-            own.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FileError(f"{own}: cannot be made: {error.strerror}") from error
+        own = self._own
+        own.mkdir(parents=True, exist_ok=True)
         if statistics is not None:
             statistics.to_json(self.folder / "statistics.json")
         write_whole(own / "observed.json", json.dumps(dict(observed)))
@@ -182,23 +178,24 @@ class Remembered:
     @property
     def better_file(self) -> Path:
         """File of :meth:`better`."""
-        return self.folder / self.place / "better.json"
+        return self._own / "better.json"
 
-    def _observed(self) -> dict[str, float]:
-        path = self.folder / self.place / "observed.json"
-        try:
-            return parsed(dict[str, Amount], read_json(path, FileError), path, FileError) if path.exists() else {}
-        except (DreamShardError, OSError) as error:
-            logger.warning("observed plans are left out: %s", error)
-            return {}
+    @property
+    def _own(self) -> Path:
+        return self.folder / self.place
 
-    def _plan(self, name: str) -> SavedPlan | None:
-        path = self.folder / self.place / name
-        try:
-            return SavedPlan.load(path) if path.exists() else None
-        except (DreamShardError, OSError) as error:
-            logger.warning("an observed plan is left out: %s", error)
-            return None
+
+def _read(path: Path, read: Callable[[Path], Content]) -> Content | None:
+    """Return the content of a file of an earlier training; None without the file, or if it cannot be read."""
+    try:
+        return read(path) if path.exists() else None
+    except (DreamShardError, OSError) as error:
+        logger.warning("a file of an earlier training is left out: %s", error)
+        return None
+
+
+def _steps_ms(path: Path) -> dict[str, float]:
+    return parsed(dict[str, Amount], read_json(path, FileError), path, FileError)
 
 
 def least_gain(checkpoint: Checkpoint) -> float:
