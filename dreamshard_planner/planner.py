@@ -390,9 +390,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is none, with the reason: no plan yet, another rank, a failed plan, a module without
                 tables, or a plan by callbacks or given components that cannot be rated.
         """
-        if isinstance(self._result, str):
-            raise DreamShardError(f"there is no report: {self._result}")
-        return self._result.report
+        return self._last("report").report
 
     @property
     def options(self) -> list[ShardingOption]:
@@ -535,9 +533,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         for lost in lost_optimizers(plan, model.context.reader, self._topology.compute_device):
             warnings.warn(lost, stacklevel=4)
 
-    def _last(self) -> PlanResult:
+    def _last(self, what: str = "plan") -> PlanResult:
         if isinstance(self._result, str):
-            raise DreamShardError(f"there is no plan: {self._result}")
+            raise DreamShardError(f"there is no {what}: {self._result}")
         return self._result
 
     def _model(self) -> ModelProblem:

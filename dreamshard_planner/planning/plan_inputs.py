@@ -41,7 +41,6 @@ from dreamshard_planner.planning.ranks import PlannedRanks, ShardingGroups
 from dreamshard_planner.plans.plan_file import BANDWIDTHS, GroupsInputs, PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import DEFAULT_EFFORT, DEFAULT_SEARCH, EFFORTS, SearchConfig
-from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -96,8 +95,9 @@ class PlannerSettings:
             ("least_gain", 0, 0.999, Real),
             ("search_seconds", 0.001, math.inf, Real),
             ("timeout_seconds", 0, math.inf, Real),
+            ("seed", -(2**63), 2**64 - 1, Integral),  # as torch's generators take it
         ):
-            if (given := getattr(self, name)) is not None:
+            if (given := getattr(self, name)) is not getattr(PlannerSettings, name):
                 object.__setattr__(self, name, checked(name.removeprefix("given_"), given, least, most, number))
         if not isinstance(self.vocabulary, str):
             raise TypeError(f"vocabulary must be a name, got {self.vocabulary!r}")
@@ -110,7 +110,6 @@ class PlannerSettings:
         for name, known in (("effort", EFFORTS), ("cost_source", COST_SOURCES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        object.__setattr__(self, "seed", checked_seed(self.seed))
 
     @property
     def batch_size(self) -> int:

@@ -37,6 +37,7 @@ from dreamshard_planner.search_space.sharding_types import (
     SHARDING_TYPES,
 )
 from dreamshard_planner.support.formatting import some_of
+from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.torchrec_components.compat import optimizer_name
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -65,12 +66,8 @@ def check_constraint(constraint: ParameterConstraints, table: ShardableTable) ->
                     f"table {table.fqn!r}: {what} of its constraint are strings, got {given!r}"
                     + (f": give {given}.value" if isinstance(given, Enum) else "")
                 )
-    columns = constraint.min_partition
-    if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int) or columns < 0):
-        raise refused(
-            f"table {table.fqn!r}: min_partition must be a number of columns, 1 to the dim of "
-            f"{table.parameter.shape[1]} (0 or None for TorchRec's default), got {columns!r}"
-        )
+    if constraint.min_partition is not None:
+        checked(f"table {table.fqn!r}: min_partition", constraint.min_partition, 0, error=refused)
     share = constraint.cache_params and constraint.cache_params.load_factor
     if share is not None and not (_is_finite(share) and 0 < share <= 1):
         raise refused(
@@ -122,15 +119,6 @@ def per_feature(values: Sequence[float], count: int, table: str, what: str) -> l
         f"table {table!r} serves {count} features, but its constraints give {len(values)} {what}: {list(values)}. "
         "Give one per feature."
     )
-
-
-def checked_seed(seed: int) -> int:
-    """Return the seed; TypeError unless it is a whole number, ValueError if torch's generators do not take it."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"seed must be a whole number, the same for the same plan; got {seed!r}")
-    if not -(2**63) <= int(seed) < 2**64:
-        raise ValueError(f"seed must be from -2**63 to 2**64 - 1, got {seed}")
-    return int(seed)
 
 
 def checked_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> list[ModuleSharder[nn.Module]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
@@ -16,7 +17,7 @@ def checked(
     least: float = 1,
     most: float = math.inf,
     kind: Any = Integral,
-    error: type[Exception] = ValueError,
+    error: Callable[[str], Exception] = ValueError,
 ) -> Any:
     """Return a number between bounds, NumPy's as Python's; raises ``error``, which names it, for other values."""
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:

@@ -201,9 +201,7 @@ def test_an_empty_plan_of_a_model_with_tables_is_warned_of() -> None:
         assert planner().plan(small_model(), []).plan == {}
 
 
-@pytest.mark.parametrize("seed", [None, "7", 1.5, True])
+@pytest.mark.parametrize("seed", [None, "7", 1.5, True, 2**64])
 def test_seeds_are_whole_numbers(seed) -> None:
-    with pytest.raises(TypeError, match=f"seed must be a whole number, .* got {seed!r}"):
+    with pytest.raises(ValueError, match=f"seed must be a whole number from .*, got {seed!r}"):
         planner(seed=seed)
-    with pytest.raises(ValueError, match="seed must be from"):
-        planner(seed=2**64)

@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         f"min_partition {given}": (
             {"min_partition": given},
             {},
-            ["min_partition must be a number of columns, 1 to the dim of 64", repr(given)],
+            ["min_partition must be a whole number from 0", repr(given)],
         )
         for given in (-4, 2.5)
     },
