@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from dreamshard_planner import driver
 from dreamshard_planner.driver import Card
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.support.formatting import gb_per_s, nearest
+from dreamshard_planner.support.numbers import checked
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
@@ -285,14 +287,13 @@ class Machine:
         if self.gpu is not None and self.device != "cuda":
             raise TaskError(f"a machine of {self.gpu} GPUs has device 'cuda', not {self.device!r}")
         for name in ("ranks_per_host", "hosts"):
-            if getattr(self, name) < 1:
-                raise TaskError(f"{name} must be at least 1, got {getattr(self, name)}")
+            checked(name, getattr(self, name), error=TaskError)
         if self.ranks > MAX_RANKS:
             raise TaskError(f"plans are made for up to {MAX_RANKS:,} ranks, not for {self.ranks:,}")
         rates = ("memory_bytes_per_s", "host_bytes_per_s", "intra_bytes_per_s", "inter_bytes_per_s")
         for name in ("memory_bytes", "host_memory_bytes", *rates):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise TaskError(f"{name} must be above 0, got {getattr(self, name)}")
+            if (given := getattr(self, name)) is not None:
+                checked(name, given, kind=Real, error=TaskError)
         if self.gpu is not None and self.hosts > 1 and self.inter_bytes_per_s is None:
             if GPUS[self.gpu].network_bytes_per_s is None:
                 raise TaskError(f"no network is published for {self.gpu}: give the bandwidth between hosts")

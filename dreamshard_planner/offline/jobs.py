@@ -37,6 +37,7 @@ from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYP
 from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json
 from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
@@ -189,10 +190,7 @@ class OfflineModel:
 
     @classmethod
     def of_specs(
-        cls,
-        specs: Sequence[TableSpec],
-        name: str = "tables",
-        statistics: Mapping[str, FeatureStatistics] | None = None,
+        cls, specs: Sequence[TableSpec], name: str = "tables", statistics: Mapping[str, FeatureStatistics] | None = None
     ) -> OfflineModel:
         """Make collections on the meta device: for pooled tables, for weighted ones, and for sequence tables by dim.
 
@@ -261,8 +259,7 @@ class Job:
     """More arguments of :class:`~dreamshard_planner.planner.DreamShardPlanner`."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise TaskError(f"batch_size must be at least 1, got {self.batch_size}")
+        checked("batch_size", self.batch_size, error=TaskError)
 
     def planner(self) -> DreamShardPlanner:
         """Make a planner for the job."""
