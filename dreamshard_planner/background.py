@@ -193,9 +193,7 @@ def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) ->
     near = max(samples, plan.inputs.batch_size) <= SAME_BATCH * min(samples, plan.inputs.batch_size)
     job = job_of(plan, run.statistics)
     job = replace(
-        job,
-        batch_size=plan.inputs.batch_size if near else samples,
-        settings={**job.settings, "checkpoint": checkpoint},
+        job, batch_size=plan.inputs.batch_size if near else samples, settings={**job.settings, "checkpoint": checkpoint}
     )
     planner = job.plan()
     before_ms, after_ms = planner.predict(plan).total_ms, planner.report().chosen.total_ms

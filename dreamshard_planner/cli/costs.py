@@ -273,8 +273,7 @@ def collect(
     sets: Annotated[int, typer.Option(min=1, help="Number of sets to draw.", **ADVANCED)] = 5000,
     seconds: Annotated[float | None, SECONDS(min=0, help="Time after which to stop, to be continued.")] = None,
     batch_sizes: Annotated[
-        list[int] | None,
-        COUNT(help="Samples that a kernel sees; repeatable; default: by device.", **ADVANCED),
+        list[int] | None, COUNT(help="Samples that a kernel sees; repeatable; default: by device.", **ADVANCED)
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.", **ADVANCED)] = 5,
     device: DeviceOption = Device.cpu,

@@ -49,10 +49,7 @@ if TYPE_CHECKING:
 @command("dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus-per-node 8 --gpu h100 --batch-size 8192", Panel.plan)
 @takes(JobOptions)
 def plan(
-    options: JobOptions,
-    out: PlanOutput = None,
-    html: HtmlOption = None,
-    format: FormatOption = Format.table,
+    options: JobOptions, out: PlanOutput = None, html: HtmlOption = None, format: FormatOption = Format.table
 ) -> None:
     """Shard tables over devices that need not be here, and say what it costs and why."""
     job = options.job()
@@ -91,11 +88,7 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
 for CPU ranks."""
 
 
-@command(
-    "dreamshard what-if plan.json --vary nodes=1,2",
-    Panel.plan,
-    name="what-if",
-)
+@command("dreamshard what-if plan.json --vary nodes=1,2", Panel.plan, name="what-if")
 @takes(RatingOptions)
 def what_if(
     options: RatingOptions,

@@ -20,14 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import (
-    EXTENT,
-    LEAST_SCALE,
-    OPTIMIZERS,
-    UNCHANGED,
-    ComputeCost,
-    Corrections,
-)
+from dreamshard_planner.cost.compute import EXTENT, LEAST_SCALE, OPTIMIZERS, UNCHANGED, ComputeCost, Corrections
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.workload.features import columns, optimizer_of
@@ -102,10 +95,7 @@ def errors_in_words(checks: Sequence[StageCheck]) -> str:
 
 
 def choose_corrections(
-    compute: ComputeCost,
-    in_use: Corrections,
-    sets: LabelledSets,
-    half_X: Tensor | None = None,
+    compute: ComputeCost, in_use: Corrections, sets: LabelledSets, half_X: Tensor | None = None
 ) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
     """Choose corrections that sets confirm, and tell how far costs are off.
 

@@ -17,10 +17,7 @@ import torch
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
-BATCH_SIZES = {
-    "cpu": (256, 512, 1024, 2048, 4096),
-    "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
-}
+BATCH_SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)}
 """Default samples of a kernel by device; one large batch takes as long as many small ones."""
 MAX_SET_WORK = {"cpu": 180e6, "cuda": 5e9}
 """Largest :func:`set_work` of a drawn set. On one 2.6 GHz Zen 4 core it takes about 180 ms. On CUDA it is some 60

@@ -27,14 +27,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.errors import DreamShardError, ObservationError, StatisticsError
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.observing.hooks import (
-    DeviceClock,
-    Hooks,
-    StepRecorder,
-    guarded,
-    kernels_in,
-    lookups_of,
-)
+from dreamshard_planner.observing.hooks import DeviceClock, Hooks, StepRecorder, guarded, kernels_in, lookups_of
 from dreamshard_planner.observing.observation import (
     Observation,
     ObservedKernel,

@@ -16,11 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.comm import (
-    get_local_size,
-    get_topology_domain_multiple,
-    get_topology_group_world_size,
-)
+from torchrec.distributed.comm import get_local_size, get_topology_domain_multiple, get_topology_group_world_size
 from torchrec.distributed.planner.types import DeviceHardware, PlannerError, Storage, Topology
 from torchrec.distributed.types import ShardingPlan
 

@@ -106,10 +106,7 @@ class Remembered:
         if settings.given_batch_size is None and samples:
             text += f"; so is the local batch of {samples:,} samples"
         return replace(
-            settings,
-            statistics=statistics,
-            given_batch_size=settings.given_batch_size or samples,
-            recalled=text,
+            settings, statistics=statistics, given_batch_size=settings.given_batch_size or samples, recalled=text
         )
 
     def better(self) -> SavedPlan | None:
@@ -122,10 +119,8 @@ class Remembered:
         It stays if the searched plan was observed to be slower, or was never observed and is predicted to gain less
         than costs can tell (:func:`least_gain`).
         """
-        observed, fastest = (
-            _read(self._own / "observed.json", _steps_ms),
-            _read(self._own / "fastest.json", SavedPlan.load),
-        )
+        observed = _read(self._own / "observed.json", _steps_ms)
+        fastest = _read(self._own / "fastest.json", SavedPlan.load)
         if fastest is None or observed is None:
             return None
         fast_ms, slow_ms = (observed.get(sharding_key(one)) for one in (fastest.sharding, shardings(plan)))

@@ -127,11 +127,7 @@ def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPl
     others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
     loaded = f"the plan was loaded from {saved.name}, where its cost is {then.chosen.total_ms:.3f} ms{others}"
     report = model.context.report(
-        rated,
-        (
-            Note("loaded", loaded),
-            *noted("stale", [f"since the plan was made: {text}" for text in changed]),
-        ),
+        rated, (Note("loaded", loaded), *noted("stale", [f"since the plan was made: {text}" for text in changed]))
     )
     if not alike:
         return report

@@ -127,9 +127,7 @@ class TorchRecPlan:
 
 
 def torchrec_plan(
-    search_space: Sequence[ShardingOption],
-    topology: Topology,
-    effort: float = 1.0,
+    search_space: Sequence[ShardingOption], topology: Topology, effort: float = 1.0
 ) -> TorchRecPlan | None:
     """Return the plan that TorchRec's planner would choose among the options; None if no proposal fits.
 

@@ -200,11 +200,9 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
 
 
 def _loaded(plan: SavedPlan | str | Path) -> SavedPlan:
-    if isinstance(plan, SavedPlan):
-        return plan
-    if not isinstance(plan, str | Path):
+    if not isinstance(plan, SavedPlan | str | Path):
         raise TypeError(f"compare takes files, or plans of DreamShardPlanner.saved_plan, got {type(plan).__name__}")
-    return replace(SavedPlan.load(plan), name=str(plan))
+    return plan if isinstance(plan, SavedPlan) else replace(SavedPlan.load(plan), name=str(plan))
 
 
 def _samples(plan: SavedPlan) -> int:

@@ -135,23 +135,13 @@ def _ranks(chosen: ReportEntry, collectives: Sequence[tuple[str, float]]) -> str
 def _plans(report: Report) -> str:
     plans = (report.chosen, *report.rivals)
     bars = _of_most([plan.total_ms if plan.feasible else 0.0 for plan in plans])
-    rows = [
-        (
-            plan.name,
-            *(
-                (
-                    f"{plan.total_ms:.3f}",
-                    f"{plan.times(report.chosen):.3f}",
-                    f"{max(plan.rank_ms):.3f}",
-                    f"{plan.collectives_ms:.3f}",
-                )
-                if plan.feasible
-                else ("does not fit", "", "", "")
-            ),
-            bar,
-        )
-        for plan, bar in zip(plans, bars, strict=True)
-    ]
+    rows: list[Sequence[str | _Bar]] = []
+    for plan, bar in zip(plans, bars, strict=True):
+        shown = ["does not fit", "", "", ""]
+        if plan.feasible:
+            figures = plan.total_ms, plan.times(report.chosen), max(plan.rank_ms), plan.collectives_ms
+            shown = [f"{figure:.3f}" for figure in figures]
+        rows.append((plan.name, *shown, bar))
     finding = "Totals of the chosen plan, of TorchRec's own plan and of greedy rules, by the same cost source."
     columns = ("plan", "total ms", "vs chosen", "slowest rank's compute ms", "collectives ms", "")
     return _section("plans", "Against other plans", finding, columns, rows)

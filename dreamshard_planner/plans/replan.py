@@ -169,15 +169,10 @@ class Replan:
         for move in self.curve:
             if move.step_ms < shown[-1].step_ms - SHOWN * self.now.step_ms or move == self.chosen != self.now:
                 shown.append(move)
+        words = size_in_words
         return [
-            (
-                move.tables,
-                size_in_words(move.bytes_moved),
-                size_in_words(move.bytes_to_one_rank),
-                move.step_ms,
-                move.seconds(self.steps),
-            )
-            for move in shown
+            (one.tables, words(one.bytes_moved), words(one.bytes_to_one_rank), one.step_ms, one.seconds(self.steps))
+            for one in shown
         ]
 
     def __str__(self) -> str:

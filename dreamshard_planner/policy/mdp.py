@@ -189,12 +189,7 @@ class EstimatedMDP:
         listed.sum_EOR[..., 0] = _powers(before_ED[:, None] / highest_EO1, listed.doublings).sum(-1)
 
     def _placed(
-        self,
-        actions: TableActions,
-        sweep: Sweep,
-        listed: Shortlist,
-        rated_EOK: np.ndarray,
-        types_EN: np.ndarray | None,
+        self, actions: TableActions, sweep: Sweep, listed: Shortlist, rated_EOK: np.ndarray, types_EN: np.ndarray | None
     ) -> Choices:
         """Place the units of each option at the shortlisted positions where they raise the weighted means least."""
         rise_EOKR = sweep.mean * listed.mean_EOKR + (1 - sweep.mean) * listed.risen(listed.more_EOKR)

@@ -40,12 +40,7 @@ from dreamshard_planner.problem.parts import (
     wire_bytes,
 )
 from dreamshard_planner.search_space.constraints import constraint_of
-from dreamshard_planner.search_space.input_checks import (
-    available_bytes,
-    check_per_feature,
-    needed_bytes,
-    per_feature,
-)
+from dreamshard_planner.search_space.input_checks import available_bytes, check_per_feature, needed_bytes, per_feature
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, tower_refused, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks

@@ -24,12 +24,7 @@ from dreamshard_planner.search_space.input_checks import (
     check_shared,
     per_feature,
 )
-from dreamshard_planner.search_space.modules import (
-    ShardableTable,
-    exchange_codecs,
-    is_mean,
-    output_type,
-)
+from dreamshard_planner.search_space.modules import ShardableTable, exchange_codecs, is_mean, output_type
 from dreamshard_planner.search_space.options import refused, tower_refused
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.sharding_types import (

@@ -193,11 +193,10 @@ class FastEnumerator(EmbeddingEnumerator):
         """See ``torchrec.distributed.planner.types.Enumerator``."""
         tables = dict.fromkeys((id(table.module), table.name) for table in shardable_tables(module, sharders))
         at_once = max(1, SHARDS_AT_ONCE // self._world_size)
-        known = self._last_stored_module == module and self._last_stored_sharders == sharders
         self._enumerating = True
         try:
             with collector_paused():
-                if known or len(tables) <= at_once:
+                if len(tables) <= at_once:
                     return super().enumerate(module, sharders)
                 return self._in_parts(module, sharders, [*tables], at_once)
         except ValueError as error:

@@ -13,29 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    PlannerError,
-    PlannerErrorType,
-    Shard,
-    Topology,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Shard, Topology
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
-from dreamshard_planner.search_space.modules import (
-    ShardableTable,
-    output_type,
-    table_configs,
-)
+from dreamshard_planner.search_space.modules import ShardableTable, output_type, table_configs
 from dreamshard_planner.search_space.options import refused
-from dreamshard_planner.search_space.sharding_types import (
-    CPU_OPTIMIZERS,
-    CPU_OUTPUTS,
-    CPU_WEIGHTS,
-    SHARDING_TYPES,
-)
+from dreamshard_planner.search_space.sharding_types import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS, SHARDING_TYPES
 from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.torchrec_components.compat import optimizer_name
@@ -235,10 +220,7 @@ def doubtful_inputs(
 
 
 def _doubts(
-    table: ShardableTable,
-    statistics: TableStatistics | None,
-    compute_device: str,
-    constraint: ParameterConstraints,
+    table: ShardableTable, statistics: TableStatistics | None, compute_device: str, constraint: ParameterConstraints
 ) -> Iterator[str]:
     """Tell what is hardly meant of one table."""
     if (group := constraint.device_group or compute_device) != compute_device:

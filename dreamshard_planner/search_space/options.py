@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain, islice, repeat
 from operator import add
 from typing import Any, Self
@@ -219,9 +219,12 @@ def set_perf(option: ShardingOption, perf: Sequence[Perf]) -> None:
         shard.perf = of_run[0]
 
 
-def refused(reason: str) -> PlannerError:
-    """Make the error of constraints, options or rules that leave no plan."""
-    return PlannerError(reason, PlannerErrorType.STRICT_CONSTRAINTS)
+refused = partial(PlannerError, error_type=PlannerErrorType.STRICT_CONSTRAINTS)
+"""Makes the error of constraints, options or rules that leave no plan."""
+lacks_room = partial(PlannerError, error_type=PlannerErrorType.INSUFFICIENT_STORAGE)
+"""Makes the error of tables that do not fit."""
+cannot_lie_so = partial(PlannerError, error_type=PlannerErrorType.PARTITION)
+"""Makes the error of shards on ranks on which TorchRec does not run them."""
 
 
 def tower_refused(fqn: str) -> PlannerError:
@@ -230,16 +233,6 @@ def tower_refused(fqn: str) -> PlannerError:
         f"table {fqn!r} is in an embedding tower, whose tables TorchRec wants on one host: leave EmbeddingTowerSharder "
         "and EmbeddingTowerCollectionSharder out of the sharders, and its tables are sharded as all others are"
     )
-
-
-def lacks_room(reason: str) -> PlannerError:
-    """Make the error of tables that do not fit."""
-    return PlannerError(reason, PlannerErrorType.INSUFFICIENT_STORAGE)
-
-
-def cannot_lie_so(reason: str) -> PlannerError:
-    """Make the error of shards on ranks on which TorchRec does not run them."""
-    return PlannerError(reason, PlannerErrorType.PARTITION)
 
 
 def fqn_of(option: ShardingOption) -> str:
@@ -282,13 +275,7 @@ def by_table(options: Iterable[ShardingOption]) -> dict[str, list[ShardingOption
 def same_option(one: ShardingOption, other: ShardingOption) -> bool:
     """Return whether two options of one table are equal; options of an unknown kernel also differ by estimates."""
     one_way, other_way = (
-        (
-            option.sharding_type,
-            option.compute_kernel,
-            option.cache_load_factor,
-            option.num_shards,
-            hot_rows_of(option),
-        )
+        (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards, hot_rows_of(option))
         for option in (one, other)
     )
     if one_way != other_way or is_known(one.compute_kernel):

@@ -277,9 +277,7 @@ REPLICAS_DIFFER: Reason[TableFacts] = Reason(
     "no optimizer of its replicas does what the table's own does in the backward",
 )
 SUMS_FOR_MEANS: Reason[TableFacts] = Reason(
-    "mean pooling",
-    lambda s: s.is_mean,
-    "TorchRec returns sums where mean pooling is asked for",
+    "mean pooling", lambda s: s.is_mean, "TorchRec returns sums where mean pooling is asked for"
 )
 WEIGHTED_MEANS: Reason[TableFacts] = Reason(
     "mean pooling of weighted lookups (by their module, or by is_weighted of a constraint or statistics)",
@@ -325,9 +323,7 @@ VARIED_BATCHES: Reason[TableFacts] = Reason(
     "TorchRec's replicas take no batches whose size varies by feature",
 )
 WHOLE_BAGS: Reason[TableFacts] = Reason(
-    "nn.EmbeddingBag",
-    lambda s: s.bag_mode is not None,
-    "TorchRec's ShardedEmbeddingBag refuses it",
+    "nn.EmbeddingBag", lambda s: s.bag_mode is not None, "TorchRec's ShardedEmbeddingBag refuses it"
 )
 BAGS_OF_MEANS: Reason[TableFacts] = Reason(
     "nn.EmbeddingBag of another mode than sum",

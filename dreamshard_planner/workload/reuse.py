@@ -83,9 +83,7 @@ def bin_probabilities(rate_Q: Tensor) -> Tensor:
 
 
 def default_reuse(
-    rows: Sequence[int] | Tensor,
-    lookups: Sequence[float] | Tensor,
-    exponent: float | Tensor = POPULARITY_EXPONENT,
+    rows: Sequence[int] | Tensor, lookups: Sequence[float] | Tensor, exponent: float | Tensor = POPULARITY_EXPONENT
 ) -> tuple[Tensor, Tensor]:
     """Return histograms [T, K] and distinct rows [T] by a power law of row popularity.
 

@@ -122,9 +122,7 @@ class TableStatistics(dict[str, FeatureStatistics]):
 
     @classmethod
     def from_batches(
-        cls,
-        batches: Iterable[KeyedJaggedTensor | Batch] | KeyedJaggedTensor | Batch,
-        keys: Sequence[str] | None = None,
+        cls, batches: Iterable[KeyedJaggedTensor | Batch] | KeyedJaggedTensor | Batch, keys: Sequence[str] | None = None
     ) -> TableStatistics:
         """Count batches, each of about the local batch size, in memory that does not grow with their number.
 
