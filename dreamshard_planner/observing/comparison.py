@@ -55,13 +55,13 @@ def compare(run: ObservedRun) -> RunComparison:
     """Compare a run with its plan's prediction for the observed ranks."""
     title = f"{run.steps:,} steps from {run.started}, {len(run.ranks)} of {run.world_size} ranks"
     plan = run.plan
-    planned = run.world_size if plan is None else plan.inputs.topology.world_size
-    if plan is None or planned != run.world_size:
+    last, planned = max(rank.rank for rank in run.ranks), 0 if plan is None else plan.inputs.topology.world_size
+    if plan is None or last >= planned:
         verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         if min(rank.rank for rank in run.ranks):
             verdict = "the prediction, if one was kept, is in the file of rank 0, which is not given"
-        if planned != run.world_size:
-            verdict = f"the prediction is for {planned} ranks, and {run.world_size} trained: times do not compare"
+        if planned:
+            verdict = f"the prediction is for {planned} ranks, and rank {last} was observed: times do not compare"
         return RunComparison(title, tuple(_kinds(run, None)), (), verdict, None, _embeddings(run))
     kinds = tuple(_kinds(run, plan.predicted))
     differs = (*_other_batch_size(run, plan), *_other_optimizers(run, plan), *_replicas(run))

@@ -241,7 +241,8 @@ def test_a_prediction_for_other_ranks_is_not_compared() -> None:
     run = planned_run(1.0, 1.0)
     ranks = tuple(replace(of_rank, rank=rank) for rank, of_rank in enumerate((*run.ranks, *run.ranks)))
     found = compare(replace(run, world_size=4, ranks=ranks))
-    assert found.verdict == "the prediction is for 2 ranks, and 4 trained: times do not compare"
+    assert found.verdict == "the prediction is for 2 ranks, and rank 3 was observed: times do not compare"
+    assert compare(replace(run, world_size=4)).trusted  # a model on the first two ranks
     assert found.trusted is None and all(kind.predicted_ms is None for kind in found.kinds)
 
 
