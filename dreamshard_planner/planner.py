@@ -342,8 +342,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             if self.plan_loader is not None:
                 return self.plan(module, given)
             own, self._remembered = self._settings, Remembered.of_module(module, given, self._topology)
-            self._settings = self._remembered.completed(own)
             try:
+                self._settings = self._remembered.completed(own)
                 return self.plan(module, given)
             except (PlannerError, StatisticsError) as error:
                 if self._settings is own:
@@ -353,7 +353,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 self._settings, self._remembered = own, None
             return self.plan(module, given)
 
-        def checked() -> ShardingPlan:
+        def fitting() -> ShardingPlan:
             plan = make()
             if self._topology.world_size == ranks:
                 check_hosts(plan, self._topology)
@@ -362,7 +362,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         try:
             check_tables(module, pg)
             found = gathered(pg, device_to_read)
-            return plan_on_rank_0(checked, pg)
+            return plan_on_rank_0(fitting, pg)
         finally:
             del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
 
