@@ -27,6 +27,7 @@ from torch.multiprocessing import ProcessExitedException
 from dreamshard_planner import DreamShardPlanner, Observation, background, observe
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
+from dreamshard_planner.environment import of_child
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing import automatic
 from dreamshard_planner.observing.observer import END_DEFAULT
@@ -213,7 +214,7 @@ def test_the_process_that_learns_imports_as_the_training_and_tells_if_it_fails(
 ) -> None:
     (tmp_path / "only_here.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    subprocess.run([sys.executable, "-P", "-c", "import only_here"], env=automatic._environment(), check=True)
+    subprocess.run([sys.executable, "-P", "-c", "import only_here"], env=of_child(), check=True)
     with logged("observing.automatic") as records:
         automatic._tell(b"", 0, "background.log")
         automatic._tell(b"", 1, "background.log")
