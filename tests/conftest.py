@@ -35,12 +35,12 @@ LONG = (
     "test_docs.py",
     "test_examples.py",
     "test_fuzz.py",
-    "test_gpu_benchmarks.py",
     "test_mixed_models.py",
     "test_moved_training.py",
     "test_placers.py",
     "test_replicas.py",
     "test_sharding_types.py",
+    "test_steps.py",
 )
 """Files with tests of ten seconds and more."""
 

@@ -2,6 +2,8 @@
 """The commands that measure and learn, on real kernels; the others are in test_commands.py."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +11,13 @@ import pytest
 import torch
 from small_models import table_list
 
+import gpu
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve
+from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve, shipped
 from dreamshard_planner.cli import costs
 from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
-from dreamshard_planner.cost.network import predict_ms
+from dreamshard_planner.cost.network import FitConfig, predict_ms
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure import kernels
 from dreamshard_planner.measure.hardware import describe_hardware
@@ -22,7 +25,9 @@ from dreamshard_planner.measure.timing import CoreUse
 from dreamshard_planner.training import QUICK, TrainingConfig, calibration
 from dreamshard_planner.training import config as training_config
 from tests.cli.test_commands import run, run_json
+from tests.torchrun import forked
 
+HASTY = replace(QUICK, fit=FitConfig(epochs=1), reinforce=replace(QUICK.reinforce, updates=1))
 SMALL_JOB = ("--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick")
 
 
@@ -35,20 +40,25 @@ def _small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A tiny training from nothing on real kernels."""
-    out = tmp_path_factory.mktemp("trained") / "tiny.safetensors"
-    result = run("train", "--out", out, "--quick", "--seconds", "2", "--format", "json")
-    assert set(json.loads(result.stdout)) >= {"network_mape", "policy_over_rule"}
-    return out
+    """Collectives of two ranks and a tiny training from nothing on real kernels, by the commands of ``make gpu``."""
+    out = tmp_path_factory.mktemp("trained")
+    lines = gpu.commands("cpu", 2, out, "cpu", 0.1, quick=True)
+    launcher, module, options = re.split(r" -m (\S+measure\S+) ", lines["collectives"])
+    done = forked(gpu.ROOT / f"{module.replace('.', '/')}.py", *shlex.split(options))
+    assert launcher and done.returncode == 0, done.stdout + done.stderr
+    command = lines["checkpoint"].partition(" -m dreamshard_planner ")[2]
+    assert set(run_json(*shlex.split(command))) >= {"network_mape", "policy_over_rule"}
+    return out / "cpu.safetensors"
 
 
 def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
-    checkpoint = Checkpoint.load(trained)
-    assert checkpoint.metadata["dataset"]["sets"] >= 8
+    checkpoint = shipped(trained.parent, "cpu", "default")  # as auto looks for it
+    assert checkpoint.name == trained.name and checkpoint.cost is not None
+    assert checkpoint.metadata["dataset"]["sets"] >= 8 and checkpoint.metadata["collectives"]["world_size"] == 2
     assert checkpoint.metadata["hardware"]["torch"]
     assert checkpoint.metadata["batch_sizes"] == [256]
     names = {path.name for path in trained.parent.iterdir()}
-    assert names == {"tiny.safetensors", "tiny.dataset.npz", "tiny.test.npz"}
+    assert names == {"collectives.json", "cpu.safetensors", "cpu.dataset.npz", "cpu.test.npz"}
     (made_in_a_hurry,) = checkpoint_notes(checkpoint, Machine(ranks_per_host=1, device="cpu").topology())
     assert "--quick" in made_in_a_hurry
 
@@ -66,9 +76,7 @@ def test_an_interrupted_training_from_what_ships_goes_on(tmp_path: Path, monkeyp
             raise KeyboardInterrupt
         return dataset
 
-    reinforce = replace(QUICK.reinforce, updates=1)
-    config = replace(QUICK, rounds=2, num_tasks=4, validation_tasks=1, reinforce=reinforce)
-    monkeypatch.setattr(costs, "_config", lambda *_: config)
+    monkeypatch.setattr(costs, "_config", lambda *_: replace(HASTY, rounds=2, num_tasks=4, validation_tasks=1))
     monkeypatch.setattr(training_config, "collect", interrupted)
     run("train", "--out", out, "--seconds", "1", status=130)
     before = dict(held)
@@ -91,7 +99,7 @@ def test_fit_makes_a_checkpoint_from_measured_sets(
 ) -> None:
     """Sets of another machine are fitted anywhere, and the checkpoint is kept by that machine's name."""
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
-    monkeypatch.setattr(costs, "_config", lambda *_: QUICK)
+    monkeypatch.setattr(costs, "_config", lambda *_: HASTY)
     measured, once, few = (tmp_path / f"{name}.npz" for name in ("measured", "once", "few"))
     sets = CostDataset.load(trained.with_suffix(".dataset.npz"))
     sets = replace(sets, hardware={**sets.hardware, "name": "abacus"})
@@ -122,7 +130,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     assert stages == [(name, way) for name in OPTIMIZERS for way in ("forward", "backward")]
     assert all(check["after"] <= check["before"] for check in told["checks"])
     made = Checkpoint.load(out).metadata
-    assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
+    assert "calibrated on" in made["hardware_name"] and made["collectives"]["world_size"] == 2
     assert set(made["corrections"]) <= set(OPTIMIZERS)
     report = run_json("plan", "--tables", "merlin_tiny", *SMALL_JOB, "--sharding-types", "table_wise")["report"]
     said = " ".join(note["text"] for note in report["notes"])
@@ -138,12 +146,11 @@ def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path
     given, plan, out = ("--tables", table_list(tmp_path, *tables)), tmp_path / "plan.json", tmp_path / "x.safetensors"
     run("plan", *given, *SMALL_JOB, "--out", plan)
     options = ("calibrate", "--costs", trained, "--seconds", "1", "--force", "--out", out)
-    for source, batches in ((("--plan", plan), "128 to 128"), (given, "")):
-        run(*options, *source)
-        told = Checkpoint.load(out).metadata["calibration"]
-        # Adam goes with row-wise Adagrad.
-        assert {check["optimizer"] for check in told["checks"]} == {"rowwise_adagrad", "adagrad"}
-        assert f"dims 16 to 16, batches {batches}" in told["checked"]
+    run(*options, "--plan", plan)
+    told = Checkpoint.load(out).metadata["calibration"]
+    # Adam goes with row-wise Adagrad.
+    assert {check["optimizer"] for check in told["checks"]} == {"rowwise_adagrad", "adagrad"}
+    assert "dims 16 to 16, batches 128 to 128" in told["checked"]
     for wrong in ((*given, "--plan", plan), ("--statistics", plan), ("--tables", "json:loads")):
         run(*options, *wrong, status=1 if "json:loads" in wrong else 2)
 
@@ -165,10 +172,10 @@ def test_calibration_refuses_what_tells_too_little_and_leaves_what_is_there(
         monkeypatch.setattr(CoreUse, "others_share", others_share)
 
     out.write_bytes(b"what is there")
-    command = ("calibrate", "--costs", SHIPPED / "cpu.safetensors", "--out", out)
+    command = ("calibrate", "--costs", SHIPPED / "cpu.safetensors", "--out", out, "--seconds", "6")
     for invented, reason in (
         ({"others_share": 0.6}, "others had the core for 60 % of the time"),
-        ({"sets": 12}, "fewer than 6 tell nothing: --seconds 180"),
+        ({"sets": 12}, "fewer than 6 tell nothing: --seconds 18"),
     ):
         invent(**invented)
         said = " ".join(run(*command, status=1).stderr.split())
