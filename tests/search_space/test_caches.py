@@ -45,22 +45,13 @@ def model(rows: int = 400_000) -> EmbeddingBagCollection:
 
 
 def constraints(load_factor: float | None = 0.05) -> dict[str, ParameterConstraints]:
-    return {
-        f"t{i}": ParameterConstraints(
-            sharding_types=["table_wise"],
-            compute_kernels=[CACHED],
-            cache_params=CacheParams(load_factor=load_factor, stats=Cacheability(1000 * (4 - i))),
-        )
-        for i in range(4)
-    }
+    caches = {f"t{i}": CacheParams(load_factor=load_factor, stats=Cacheability(1000 * (4 - i))) for i in range(4)}
+    return {name: ParameterConstraints(["table_wise"], [CACHED], cache_params=one) for name, one in caches.items()}
 
 
 def planner(hbm_mb: int = 700, **changes: Any) -> DreamShardPlanner:
-    given = {
-        "topology": Topology(2, "cuda", hbm_cap=hbm_mb * MB, ddr_cap=2**36),
-        "constraints": constraints(),
-        "storage_reservation": FixedPercentageStorageReservation(0.0),
-    }
+    gpus, left = Topology(2, "cuda", hbm_cap=hbm_mb * MB, ddr_cap=2**36), FixedPercentageStorageReservation(0.0)
+    given = {"topology": gpus, "constraints": constraints(), "storage_reservation": left}
     return small_models.planner(**(given | changes))
 
 
@@ -71,45 +62,42 @@ def factors(plan) -> dict[str, tuple[str, float | None]]:
     }
 
 
-@pytest.mark.parametrize(("hbm_mb", "kernels"), [(60, {CACHED}), (300, {CACHED, "fused"})])
-def test_a_loaded_plan_has_the_caches_and_promotions_that_a_proposer_chose(
-    hbm_mb: int, kernels: set[str], tmp_path: Path
-) -> None:
-    made = planner(hbm_mb, proposer=EmbeddingOffloadScaleupProposer())
+def test_a_loaded_plan_has_the_caches_and_promotions_that_a_proposer_chose(tmp_path: Path) -> None:
+    made = planner(300, proposer=EmbeddingOffloadScaleupProposer())
     plan, fresh = made.plan(model(), SHARDERS), made.report()
     chosen = factors(plan)
-    assert {kernel for kernel, _ in chosen.values()} == kernels and len(set(chosen.values())) > 2
+    assert {kernel for kernel, _ in chosen.values()} == {CACHED, "fused"} and len(set(chosen.values())) > 2
     made.save_plan(tmp_path / "plan.json")
     saved = SavedPlan.load(tmp_path / "plan.json")
-    again = planner(hbm_mb, plan_loader=JsonPlanLoader(tmp_path / "plan.json"), stats=None)
+    again = planner(300, plan_loader=JsonPlanLoader(tmp_path / "plan.json"), stats=None)
     assert factors(again.plan(model(), SHARDERS)) == chosen
     report = again.report()
     assert report.chosen.total_ms == pytest.approx(fresh.chosen.total_ms, rel=1e-6) and report.memory == fresh.memory
     for given in (plan, saved):
         assert made.predict(given).total_ms == pytest.approx(fresh.chosen.total_ms, rel=1e-6)
     uncached = {name: ParameterConstraints(**TABLE_WISE, compute_kernels=["fused_uvm"]) for name in chosen}
-    other = planner(hbm_mb, constraints=uncached)
+    other = planner(300, constraints=uncached)
     other.plan(model(), SHARDERS)
     (change,) = [change for change in compare(saved, other.saved_plan()).changes if change.table == "t3"]
     assert f"{CACHED} of load factor {chosen['t3'][1]:.3g} on rank" in change.before
 
 
 @pytest.mark.parametrize("cost_source", ["torchrec", "roofline"])
-@pytest.mark.parametrize("given", ["options", "sharding plan"])
-def test_a_prediction_reads_the_load_factors_of_a_plan(cost_source: str, given: str) -> None:
+def test_a_prediction_reads_the_load_factors_of_a_plan(cost_source: str) -> None:
     made = planner(cost_source=cost_source)
     plan, predicted_ms = made.plan(model(), SHARDERS), []
-    for factor in (0.05, 0.3, 0.9):
+    for factor in (0.05, 0.9):
         for sharding in plan.plan[""].values():
             sharding.cache_params = replace(sharding.cache_params, load_factor=factor)
         options = copy.deepcopy(made.options)
         for option in options:
             option.cache_params = replace(option.cache_params, load_factor=factor)
-        predicted_ms.append(made.predict(options if given == "options" else plan).total_ms)
+        predicted_ms.append(made.predict(options).total_ms)
         wanted = planner(cost_source=cost_source, constraints=constraints(factor))
-        wanted.plan(model(), SHARDERS)
+        wanted.read(model(), SHARDERS)
+        assert made.predict(plan).total_ms == pytest.approx(predicted_ms[-1])
         assert predicted_ms[-1] == pytest.approx(wanted.predict(plan).total_ms)
-    assert predicted_ms[0] > predicted_ms[1] > predicted_ms[2]
+    assert predicted_ms[0] > predicted_ms[1]
 
 
 GIB = 2**30
@@ -150,20 +138,15 @@ def test_what_fits_into_device_memory_stays_there_unless_somebody_knows_better()
     assert asked.report().chosen.total_ms < made.report().chosen.total_ms
     known = large(12, 36, constraints=whole, statistics=counted(12, 36))
     assert kernels(known)[CACHED] > 0 and not told(known)
-
-
-def test_what_does_not_fit_is_cached_and_the_report_says_what_that_assumes() -> None:
-    made = large(12, 60)
-    assert kernels(made)[CACHED] > 0 and told(made)
-    (note,) = [note for note in made.report().notes if "popularity" in str(note)]
-    assert note.figures == {"tables": kernels(made)[CACHED], "exponent": 1.05}
+    crowded = large(12, 60)  # does not fit
+    (note,) = [note for note in crowded.report().notes if "popularity" in str(note)]
+    assert told(crowded) and note.figures == {"tables": kernels(crowded)[CACHED], "exponent": 1.05}
 
 
 @pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
 def test_where_host_memory_is_the_limit_the_error_says_so(cost_source: str) -> None:
-    with pytest.raises(
-        PlannerError, match=r"need 3,120.\d\d GiB of DDR, the 8 ranks have 1,600.00 GiB: 1,520.\d\d GiB"
-    ):
+    short = r"need 3,120.\d\d GiB of DDR, the 8 ranks have 1,600.00 GiB: 1,520.\d\d GiB"
+    with pytest.raises(PlannerError, match=short):
         large(40, 104, ddr_gib=200, cost_source=cost_source)
     only = {f"t{i}": ParameterConstraints(compute_kernels=["fused_uvm"]) for i in range(12)}
     with pytest.raises(PlannerError, match="DDR") as caught:

@@ -1,27 +1,35 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Constraints at their limits: what is still planned, and errors that name table, limit and remedy."""
+"""Constraints at their limits: plans, and errors that name table, limit and remedy; which options are searched."""
 
 from typing import Any
 
 import pytest
-from small_models import collection, planner, sequences, table
+from small_models import collection, planner, rater, sequences, table, topology
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Topology,
+)
 from torchrec.distributed.types import KeyValueParams, ShardingType
 from torchrec.modules.embedding_tower import EmbeddingTower
 
-from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.enumeration import FastEnumerator
+from dreamshard_planner.search_space.options import is_torchrecs
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW, TWRW
+from dreamshard_planner.search_space.usable_options import own_slices, usable_options
 
 SHARDERS = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 GIB = 2**30
@@ -54,60 +62,52 @@ def refusal(model: nn.Module, constraints: dict[str, ParameterConstraints], shar
     return str(caught.value)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "a type that no allowed kernel serves": (
+MIN_PARTITION = "min_partition must be a whole number from 0"
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    (
         {"sharding_types": [DP], "compute_kernels": ["fused"]},
         {},
         ["data_parallel: it takes compute kernels ['dense']", "only ['fused'] may be used", "compute_kernels"],
     ),
-    "a kernel that the sharder does not offer": (
+    (
         {"compute_kernels": ["fused_uvm"]},
         {"device": "cpu"},
         ["may only use compute kernels ['fused_uvm']", "offers ['dense', 'fused']"],
     ),
-    "an unknown type": ({"sharding_types": ["tablewise"]}, {}, ["tablewise: there is no such type", TW]),
-    "a member of TorchRec's types": (
+    ({"sharding_types": ["tablewise"]}, {}, ["tablewise: there is no such type", TW]),
+    (
         {"sharding_types": [ShardingType.ROW_WISE]},
         {},
         ["sharding_types of its constraint are strings", "give ShardingType.ROW_WISE.value"],
     ),
-    "types in a text": (
+    (
         {"sharding_types": "table_row_wise"},
         {},
         ["sharding_types of its constraint are a list", "give ['table_row_wise']"],
     ),
-    "a number of lookups": (
-        {"pooling_factors": 3.0},
-        {},
-        ["pooling_factors must be a list, one number per feature, got 3.0"],
-    ),
-    **{
-        f"min_partition {given}": (
-            {"min_partition": given},
-            {},
-            ["min_partition must be a whole number from 0", repr(given)],
-        )
-        for given in (-4, 2.5)
-    },
-    "no SSDs": ({"compute_kernels": ["key_value"]}, {"memory": {"ssd_cap": 0}}, ["ssd_cap"]),
-    "slices of a key-value store": (
+    ({"pooling_factors": 3.0}, {}, ["pooling_factors must be a list, one number per feature, got 3.0"]),
+    ({"min_partition": -4}, {}, [MIN_PARTITION, "-4"]),
+    ({"min_partition": 2.5}, {}, [MIN_PARTITION, "2.5"]),
+    ({"compute_kernels": ["key_value"]}, {"memory": {"ssd_cap": 0}}, ["ssd_cap"]),
+    (
         {"compute_kernels": ["key_value"], "sharding_types": [CW], "min_partition": 16},
         {"memory": {"ssd_cap": GIB}},
         [SLICES_OF_A_STORE.text, "min_partition"],
     ),
-}
+]
 """Constraint of the table, arguments of :func:`planned`, and what the error says."""
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_meant_or_kept_is_refused_by_table(what: str) -> None:
-    constraint, arguments, said = REFUSED[what]
+@pytest.mark.parametrize(("constraint", "arguments", "said"), REFUSED)
+def test_what_cannot_be_meant_or_kept_is_refused_by_table(
+    constraint: dict[str, Any], arguments: dict[str, Any], said: list[str]
+) -> None:
     text = refusal(bags((100, 64)), {"t0": ParameterConstraints(**constraint)}, **arguments)
     assert "t0'" in text and all(words in text for words in said), text
 
 
 def test_a_type_that_an_allowed_kernel_serves_is_left() -> None:
-    both = ParameterConstraints(sharding_types=[DP, TW], compute_kernels=["fused"])
+    both = ParameterConstraints(sharding_types=[DP, TW], compute_kernels=["fused", "quant"])
     assert planned(bags((100, 16)), {"t0": both}).options[0].sharding_type == TW
 
 
@@ -178,30 +178,6 @@ def test_a_sharder_that_offers_unknown_kernels_besides() -> None:
     assert option.compute_kernel in ("fused", "fused_uvm", "fused_uvm_caching")
 
 
-def test_a_mix_of_types_fits_where_torchrec_finds_no_plan() -> None:
-    """30 + 30 + 2 and 20 + 20 + 20 + 2 of 62 MB: only so. TorchRec's greedy partitioner puts the large tables on two
-    ranks, and the last one of 20 MB finds no room; and the small table does not fit whole."""
-    mb, dim = 2**20, 16
-    sizes = (30, 30, 20, 20, 20, 4)
-    model = bags(*((size * mb // (dim * 4), dim) for size in sizes))
-    constraints = {f"t{i}": ParameterConstraints(sharding_types=[TW]) for i in range(5)}
-    constraints["t5"] = ParameterConstraints(sharding_types=[TW, CW], min_partition=8)
-    arguments = {
-        "topology": Topology(2, "cpu", hbm_cap=0, ddr_cap=62 * mb + mb // 2),
-        "batch_size": 1,
-        "storage_reservation": FixedPercentageStorageReservation(0.0),
-        "constraints": constraints,
-        "stats": [],
-        "debug": False,
-    }
-    with pytest.raises(PlannerError, match="insufficient storage|strict constraints"):
-        EmbeddingShardingPlanner(**arguments).plan(model, [EmbeddingBagCollectionSharder()])
-    made = DreamShardPlanner(**arguments)
-    made.plan(model, [EmbeddingBagCollectionSharder()])
-    ranks = {option.name: [shard.rank for shard in option.shards] for option in made.options}
-    assert ranks["t0"] == ranks["t1"] != ranks["t2"] == ranks["t3"] == ranks["t4"] and sorted(ranks["t5"]) == [0, 1]
-
-
 @pytest.mark.parametrize(("ranks", "host"), [(8, 3), (4, 8)])
 def test_hosts_that_are_not_whole_hold_no_tables_together(ranks: int, host: int) -> None:
     topology = Topology(ranks, "cuda", local_world_size=host, hbm_cap=GIB, ddr_cap=GIB)
@@ -266,3 +242,82 @@ def test_tables_of_one_name_cannot_differ_in_their_constraints() -> None:
 def test_a_qualified_name_that_the_model_lacks_is_told() -> None:
     with pytest.warns(InputWarning, match="'sparse.zzz' .*; a key is the table's own name, its fully"):
         planned(bags((1000, 16)), {"sparse.zzz": ParameterConstraints()})
+
+
+def enumerated(*modules: nn.Module, device: str = "cpu") -> list[ShardingOption]:
+    return EmbeddingEnumerator(topology(device=device), batch_size=64).enumerate(nn.ModuleList(modules), SHARDERS)
+
+
+def test_whole_tables_may_join_others_of_their_module_in_slices() -> None:
+    """One slice is the whole table; beside slices it shares their kernel and their exchange."""
+    alone = collection(table("narrow", dim=64), table("also_narrow", dim=128))
+    beside = collection(table("narrow", dim=64), table("wide", dim=512))
+    slices: dict[str, list[int]] = {}
+    for option in usable_options(enumerated(alone, beside), "cpu"):
+        if option.sharding_type == CW:
+            slices.setdefault(f"{option.path}.{option.name}", []).append(option.num_shards)
+    assert slices == {"1.narrow": [1], "1.wide": [4]}
+
+
+def test_slices_of_an_embedding_collection_keep_the_width_that_was_asked_for() -> None:
+    """They must be of one width, which lone slices of other tables, however large, do not decide."""
+    sizes = {"hot": 1_000_000, "cold": 3_000_000, "small": 100_000}
+    hot = ParameterConstraints([TW, CW], min_partition=32, pooling_factors=[200.0])
+    others = ParameterConstraints([TW, CW], pooling_factors=[1.0])
+    given = {"hot": hot, "cold": others, "small": others}
+    made = planner(topology=topology(4, 2**37, "cuda"), constraints=given, cost_source="torchrec")
+    made.plan(sequences(*(table(name, rows, 128) for name, rows in sizes.items())), SHARDERS)
+    kinds = {option.name: (option.sharding_type, option.num_shards) for option in made.options}
+    assert kinds == {"hot": (CW, 4), "cold": (TW, 1), "small": (TW, 1)}
+
+
+@pytest.mark.parametrize(("cost_source", "are_guesses"), [("auto", True), ("torchrec", False)])
+def test_only_costs_of_ours_rest_on_a_popularity_of_rows(cost_source: str, are_guesses: bool) -> None:
+    options = enumerated(collection(table("t", 10**6, 64)), device="cuda")
+    context = rater(topology(device="cuda"), cost_source=cost_source)
+    kernels = {option.compute_kernel for option in context.certain_options(options)}
+    assert ("fused_uvm_caching" not in kernels) is are_guesses and "fused" in kernels
+    # A table that has nothing else keeps what it has.
+    cached = [option for option in options if option.compute_kernel == "fused_uvm_caching"]
+    assert context.certain_options(cached) == cached
+
+
+def test_slices_are_merged_by_powers_of_two() -> None:
+    constraints = dict.fromkeys("ab", ParameterConstraints(sharding_types=["column_wise"], min_partition=16))
+    enumerator = FastEnumerator(topology(), 64, constraints, variants=own_slices)
+    options = enumerator.enumerate(collection(table("a", dim=128), table("b", dim=96)), SHARDERS)
+    widths = {name: [[s.size[1] for s in o.shards] for o in options if o.name == name] for name in "ab"}
+    assert widths == {"a": [[16] * 8, [32] * 4, [64] * 2], "b": [[16] * 6, [32] * 3]}
+    for option in options:
+        width = option.shards[0].size[1]
+        assert [shard.offset[1] for shard in option.shards] == [width * index for index in range(option.num_shards)]
+        # TorchRec's estimators have seen them: half the columns, half the weights.
+        assert option.total_storage.ddr > 0 and option.total_perf > 0
+    assert [is_torchrecs(option) for option in options if option.name == "a"] == [True, False, False]
+
+
+def _with_a_hot_table(**constraint: int) -> list[int]:
+    """Widths of the hot table's slices, of a model whose other tables cost a third as much together, and whose kernels
+    outweigh one more exchange."""
+    tables = [table("hot", 100_000, 128), *(table(f"t{i}", 10_000, 64) for i in range(6))]
+    pooling = {f"{one.name}_f0": FeatureStatistics(3000.0 if one.name == "hot" else 120.0) for one in tables}
+    constraints = {"hot": ParameterConstraints(sharding_types=["table_wise", "column_wise"], **constraint)}
+    made = planner(topology=topology(3), constraints=constraints, statistics=TableStatistics(pooling))
+    plan = made.plan(collection(*tables), SHARDERS)
+    (sharding,) = (module["hot"] for module in plan.plan.values())
+    return [shard.shard_sizes[1] for shard in sharding.sharding_spec.shards]
+
+
+def test_a_hot_table_is_halved_unasked() -> None:
+    assert _with_a_hot_table() == [64, 64]
+    assert _with_a_hot_table(min_partition=128) == [128]
+    assert set(_with_a_hot_table(min_partition=32)) <= {32, 64}
+
+
+@pytest.mark.parametrize(("dim", "halves"), [(16, []), (32, [[16, 16]]), (36, []), (40, [[20, 20]]), (128, [[64, 64]])])
+def test_only_widths_that_kernels_run_well_are_halved(dim: int, halves: list[list[int]]) -> None:
+    constraints = {"t": ParameterConstraints(sharding_types=["column_wise"])}
+    options = FastEnumerator(topology(), 64, constraints, variants=own_slices).enumerate(
+        collection(table("t", dim=dim)), SHARDERS
+    )
+    assert [[shard.size[1] for shard in option.shards] for option in options if not is_torchrecs(option)] == halves

@@ -58,56 +58,46 @@ def test_memory_and_rules_are_kept_together() -> None:
     assert found["t3"] == {0} and found["t2"] == {2} and found["t0"] | found["t1"] == {0, 1}
 
 
-REFUSED: dict[str, tuple[PlacementRules, dict, str]] = {
-    "unknown table": (
-        PlacementRules(on_ranks={"tt1": [0]}),
-        {},
-        r"'tt1', which the model does not have \(did you mean 't",
-    ),
-    "unknown rank": (PlacementRules(on_ranks={"t1": [4]}), {}, "'t1' names rank 4; there are ranks 0 to 3"),
-    "a table apart from itself": (PlacementRules(apart=[("t0", "sparse.t0")]), {}, "'t0'.* one table, 'sparse.t0'"),
-    "a table together with itself": (PlacementRules(together=[("t1", "sparse.t1")]), {}, "one table, 'sparse.t1'"),
-    "too many apart": (PlacementRules(apart=[[f"t{i}" for i in range(5)]]), {}, "the 5 tables .* cannot be apart"),
-    "apart on one rank": (
-        PlacementRules(apart=[("t0", "t1")], on_ranks={"t0": [2], "t1": [2]}),
-        {},
-        "the 2 tables .* cannot be apart: they have rank 2 to share",
-    ),
-    "together on other ranks": (
-        PlacementRules(together=[("t0", "t1")], on_ranks={"t0": [2], "t1": [3]}),
-        {},
-        "no rank is left for tables .* together: on_ranks leave them none in common",
-    ),
-    "a type that lies everywhere": (
-        PlacementRules(on_ranks={"t0": [2]}),
-        {"constraints": {"t0": ParameterConstraints(sharding_types=["row_wise"])}},
+def typed(kind: str, *tables: str, **more) -> dict:
+    return {"constraints": {name: ParameterConstraints(sharding_types=[kind], **more) for name in tables}}
+
+
+KEPT, T01, EIGHT = PlacementRules, ("t0", "t1"), [f"t{i}" for i in range(8)]
+REFUSED: list[tuple[PlacementRules, dict, str]] = [
+    (KEPT(on_ranks={"tt1": [0]}), {}, r"'tt1', which the model does not have \(did you mean 't"),
+    (KEPT(on_ranks={"t1": [4]}), {}, "'t1' names rank 4; there are ranks 0 to 3"),
+    (KEPT(apart=[("t0", "sparse.t0")]), {}, "'t0'.* one table, 'sparse.t0'"),
+    (KEPT(together=[("t1", "sparse.t1")]), {}, "one table, 'sparse.t1'"),
+    (KEPT(apart=[EIGHT[:5]]), {}, "the 5 tables .* cannot be apart"),
+    (KEPT((), [T01], {"t0": [2], "t1": [2]}), {}, "the 2 tables .* cannot be apart: they have rank 2 to share"),
+    (KEPT([T01], (), {"t0": [2], "t1": [3]}), {}, "no rank is left for tables .*: on_ranks leave them none in common"),
+    (
+        KEPT(on_ranks={"t0": [2]}),
+        typed("row_wise", "t0"),
         "no sharding type is left for table 'sparse.t0' .row_wise: placement_rules leave it rank 2",
     ),
-    "a type that lies everywhere, apart": (
-        PlacementRules(apart=[("t0", "t1")]),
-        {"constraints": {"t0": ParameterConstraints(sharding_types=["row_wise"])}},
+    (
+        KEPT(apart=[T01]),
+        typed("row_wise", "t0"),
         "it would lie on every rank, and placement_rules keep it apart from 'sparse.t1'",
     ),
-    "more slices than ranks, apart": (
-        PlacementRules(apart=[("t0", "t1", "t2")]),
-        {
-            "constraints": {
-                f"t{i}": ParameterConstraints(sharding_types=["column_wise"], min_partition=8) for i in range(3)
-            }
-        },
+    (
+        KEPT(apart=[EIGHT[:3]]),
+        typed("column_wise", *EIGHT[:3], min_partition=8),
         "of sparse.t0, sparse.t1, sparse.t2, which are apart, a rank may have one shard, and they have 6 for 4 ranks",
     ),
-    "memory": (
-        PlacementRules(on_ranks={f"t{i}": [0] for i in range(8)}),
+    (
+        KEPT(on_ranks=dict.fromkeys(EIGHT, [0])),
         {"topology": topology(4, memory=1_500_000)},
         "Tables do not fit where placement_rules leave them",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_rules_that_cannot_be_kept_are_refused_with_the_reason(what: str) -> None:
-    rules, arguments, words = REFUSED[what]
+@pytest.mark.parametrize(("rules", "arguments", "words"), REFUSED)
+def test_rules_that_cannot_be_kept_are_refused_with_the_reason(
+    rules: PlacementRules, arguments: dict, words: str
+) -> None:
     with pytest.raises(PlannerError, match=words):
         planner(rules, **arguments).plan(model(), [EveryTypeSharder()])
 
