@@ -3,6 +3,7 @@
 
 import itertools
 import time
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,6 +27,12 @@ def planned(read: tuple[float, ...] = READ, **arguments: Any) -> DreamShardPlann
     return made
 
 
+@cache
+def usual(effort: str) -> DreamShardPlanner:
+    """Plan once by each effort."""
+    return planned(effort=effort)
+
+
 def ranks(made: DreamShardPlanner) -> list[tuple[Any, ...]]:
     return [(name, t.sharding_type, [s.rank for s in t.shards]) for name, t in made.saved_plan().tables()]
 
@@ -33,18 +40,18 @@ def ranks(made: DreamShardPlanner) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("effort", ["quick", "default"])
 def test_the_clock_decides_no_plan(effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine where each look at a clock finds another hour gone."""
-    usual, hours = planned(effort=effort), itertools.count(step=3600)
+    before, hours = usual(effort), itertools.count(step=3600)
     for clock in ("monotonic", "perf_counter"):
         monkeypatch.setattr(time, clock, lambda: float(next(hours)))
     slow = planned(effort=effort)
-    assert ranks(slow) == ranks(usual) and slow.report().candidates == usual.report().candidates
+    assert ranks(slow) == ranks(before) and slow.report().candidates == before.report().candidates
     if effort == "quick":
-        again, before = (made.replan(usual.saved_plan(), steps=10**6) for made in (slow, usual))
-        assert [move.step_ms for move in again.curve] == [move.step_ms for move in before.curve]
+        curves = [made.replan(before.saved_plan(), steps=10**6).curve for made in (slow, before)]
+        assert [move.step_ms for move in curves[0]] == [move.step_ms for move in curves[1]]
 
 
 def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:
-    quick, default, thorough = (planned(effort=effort) for effort in EFFORTS)
+    quick, default, thorough = map(usual, EFFORTS)
     for one, other in itertools.pairwise((quick, default, thorough)):
         assert one.report().candidates < other.report().candidates
         assert one.report().reshards < other.report().reshards

@@ -53,13 +53,6 @@ def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:
     assert other.rank == 1 and other.headline == found.headline
 
 
-def test_a_change_that_gains_nothing_is_told_as_one() -> None:
-    one = planner(topology=TWO_GPUS)
-    one.plan(collection(table("t2", 5000, 32)), SHARDERS)
-    found = one.explain()
-    assert found.tables[0].moved.gain_ms == pytest.approx(0) and "moved: no gain" in str(found)
-
-
 def test_splitting_the_table_that_is_the_bottleneck_gains() -> None:
     whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
     split = whole | {"t2": ParameterConstraints(sharding_types=["table_wise", "column_wise"], min_partition=256)}
@@ -95,11 +88,13 @@ def test_plans_are_explained_without_planning() -> None:
         other.report()
 
 
-def test_ranks_and_plans_that_there_are_not() -> None:
-    one = planner()
+def test_a_change_that_gains_nothing_and_ranks_and_plans_that_there_are_not() -> None:
+    one = planner(topology=TWO_GPUS)
     with pytest.raises(DreamShardError, match="plan first"):
         one.explain()
-    one.plan(model(), SHARDERS)
+    one.plan(collection(table("t2", 5000, 32)), SHARDERS)
+    found = one.explain()
+    assert found.tables[0].moved.gain_ms == pytest.approx(0) and "moved: no gain" in str(found)
     for rank in (2, -1, 0.5, 1.0, True, "1"):
         with pytest.raises(PlannerError, match=f"there is no rank {rank!r}: the plan has ranks 0 to 1"):
             one.explain(rank)

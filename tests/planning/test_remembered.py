@@ -4,6 +4,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def started(**arguments: Any) -> DreamShardPlanner:
     return planner
 
 
+@cache
+def first() -> SavedPlan:
+    """The plan of a start that remembers nothing; a test asks for it before anything is remembered."""
+    return started().saved_plan()
+
+
 def remembered() -> Remembered:
     return Remembered.of_module(model(), SHARDERS, topology())
 
@@ -70,13 +77,8 @@ def on_one_rank(plan: SavedPlan) -> SavedPlan:
     return placed(plan, lambda _: 1)
 
 
-def swapped(plan: SavedPlan) -> SavedPlan:
-    """The plan with two ranks swapped, which costs the same."""
-    return placed(plan, lambda rank: 1 - rank)
-
-
 def test_statistics_and_batch_size_serve_a_start_without_any() -> None:
-    plain = started().saved_plan().inputs
+    plain = first().inputs
     remembered().remember(STATISTICS, {}, None, None)
     after = started()
     assert after.saved_plan().inputs.batch_size == BATCH != plain.batch_size
@@ -89,20 +91,20 @@ def test_statistics_and_batch_size_serve_a_start_without_any() -> None:
     assert offline.saved_plan().inputs == plain
 
 
-@pytest.mark.parametrize("damage", ["{}", '{"schema": 0}', "[1]", "no JSON"])
-def test_damaged_files_are_left_out(damage: str) -> None:
-    known, plan = remembered(), started().saved_plan()
+def test_damaged_files_are_left_out() -> None:
+    plan, known = first(), remembered()
     known.remember(STATISTICS, {sharding_key(plan.sharding): 1.0}, plan, plan)
     assert known.better() is not None
-    for file in known.folder.rglob("*.json"):
-        file.write_text(damage)
-    assert started().lookups_per_sample()["t0_f0"] == 1.0
-    assert started().best_known() is None
+    for damage in ("{}", '{"schema": 0}', "[1]", "no JSON"):
+        for file in known.folder.rglob("*.json"):
+            file.write_text(damage)
+        after = started()
+        assert after.lookups_per_sample()["t0_f0"] == 1.0 and after.best_known() is None
 
 
 @pytest.mark.parametrize(("slow_ms", "replaced"), [(110.0, True), (104.0, False)])
 def test_a_plan_that_was_observed_to_be_slower_is_replaced(slow_ms: float, replaced: bool) -> None:
-    planned = started().saved_plan()
+    planned = first()
     faster = on_one_rank(planned)
     steps_ms = {sharding_key(planned.sharding): slow_ms, sharding_key(faster.sharding): 100.0}
     remembered().remember(None, steps_ms, faster, None)
@@ -113,8 +115,8 @@ def test_a_plan_that_was_observed_to_be_slower_is_replaced(slow_ms: float, repla
 
 @pytest.mark.parametrize(("all_on_one", "kept"), [(False, True), (True, False)])
 def test_an_observed_plan_stays_unless_another_is_predicted_to_gain(all_on_one: bool, kept: bool) -> None:
-    planned = started().saved_plan()
-    trained = on_one_rank(planned) if all_on_one else swapped(planned)
+    planned = first()
+    trained = on_one_rank(planned) if all_on_one else placed(planned, lambda rank: 1 - rank)  # which costs the same
     remembered().remember(None, {sharding_key(trained.sharding): 100.0}, trained, None)
     after = started()
     assert after.saved_plan().sharding == (trained if kept else planned).sharding

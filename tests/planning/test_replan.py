@@ -66,6 +66,12 @@ def today() -> DreamShardPlanner:
     return planned("hgfedcba")
 
 
+@cache
+def whole(ranks: int) -> DreamShardPlanner:
+    """Plan whole tables on so many ranks."""
+    return planned(topology=topology(ranks), sharding_types=["table_wise"])
+
+
 def check(found, current: SavedPlan) -> None:
     """Check that the curve falls, and that the plan costs and moves what it says."""
     costs, moved = [move.step_ms for move in found.curve], [move.bytes_moved for move in found.curve]
@@ -105,13 +111,16 @@ def test_drift_moves_few_tables_and_the_curve_ends_no_dearer_than_planning_afres
 
 
 def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
-    made, module = planner(topology=topology(2), statistics=statistics("abcdefgh"), **ROOMY), model()
-    made.plan(module, SHARDERS)
+    made, module = planner(statistics=statistics(), **ROOMY), model()
+    plan = made.plan(module, SHARDERS)
     saved, weights = made.saved_plan(), module["sparse"]
-    before = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
+    before = made.replan(plan, steps=10**9, statistics=statistics("hgfedcba"))  # plans of TorchRec, too
     module["sparse"] = nn.Identity()  # as TorchRec does
     after = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
     assert after.plan.sharding == before.plan.sharding and after.curve == before.curve
+    next(iter(plan.plan["sparse"].values())).ranks = None
+    with pytest.raises(PlannerError, match="has not been placed"):
+        made.replan(plan, steps=1)
     bare = without_weights(nn.ModuleList([weights, weights]), SHARDERS)
     assert bare.get_submodule("0") is bare.get_submodule("1") is not weights
     assert {parameter.device.type for parameter in bare.parameters()} == {"meta"}
@@ -179,7 +188,7 @@ def test_rules_and_memory_are_kept() -> None:
 
 
 def test_a_plan_that_breaks_a_new_rule_cannot_stay() -> None:
-    current = planned(sharding_types=["table_wise"]).saved_plan()
+    current = whole(2).saved_plan()
     apart = next(names for names in itertools.combinations("abcdefgh", 2)
                  if len({current.sharding["sparse"][name].shards[0].rank for name in names}) == 1)  # fmt: skip
     rules = PlacementRules(apart=[list(apart)])
@@ -189,6 +198,12 @@ def test_a_plan_that_breaks_a_new_rule_cannot_stay() -> None:
     assert found.chosen.tables > 0 and "plan cannot stay" in found.sentence
     with pytest.raises(PlanError, match=r"max_bytes_moved=1: .* cannot stay, and the least that must move is \d"):
         found.over(1, max_bytes_moved=1)
+
+
+@cache
+def three_tables() -> DreamShardPlanner:
+    """Plan three whole tables."""
+    return planned("abc", model("abc"), sharding_types=["table_wise"])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +219,7 @@ def test_a_plan_that_breaks_a_new_rule_cannot_stay() -> None:
 def test_what_stays_of_a_plan_for_something_else_is_the_sharding_and_the_plan_found_loads(
     change, told: str, tmp_path: Path
 ) -> None:
-    current = planned("abc", **{"module": model("abc"), "sharding_types": ["table_wise"]}).saved_plan()
+    current = three_tables().saved_plan()
     current.save(tmp_path / "plan.json")
     arguments = {"order": "abc", "module": model("abc"), "sharding_types": ["table_wise"], **change}
     found = planned(**arguments).replan(tmp_path / "plan.json", steps=0)
@@ -255,8 +270,7 @@ def test_changed_tables_are_told_from_new_ones_and_carry_weights_of_the_same_sha
 @pytest.mark.parametrize(("ranks", "lost"), [((4, 3), (1,)), ((3, 2), ()), ((2, 3), ()), ((4, 2), (0, 3))])
 def test_lost_and_added_ranks_move_only_what_they_must(ranks: tuple[int, int], lost: tuple[int, ...]) -> None:
     was, now = ranks
-    current = planned(topology=topology(was), sharding_types=["table_wise"]).saved_plan()
-    after = planned(topology=topology(now), sharding_types=["table_wise"])
+    current, after = whole(was).saved_plan(), whole(now)
     gone = set(lost) or set(range(now, was))
     names = {rank: index for index, rank in enumerate(rank for rank in range(was) if rank not in gone)}
     shards = {name: sharding.shards[0] for name, sharding in current.sharding["sparse"].items()}
@@ -268,11 +282,8 @@ def test_lost_and_added_ranks_move_only_what_they_must(ranks: tuple[int, int], l
         if shard.rank not in gone:
             assert after_shard.rank == names[shard.rank]
     assert found.chosen.bytes_moved == homeless and not found.stays
-    assert (
-        found.forced == (f"rank{'s' * (len(gone) > 1)} " + ", ".join(map(str, sorted(gone))) + " lost",)
-        if gone
-        else True
-    )
+    told = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, sorted(gone)))} lost"
+    assert not gone or found.forced == (told,)
 
 
 def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_bytes() -> None:
@@ -283,15 +294,6 @@ def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_byt
     sizes = [table.rows * (table.dim + 1) * 4 for table in current.inputs.tables.values()]
     assert found.chosen.bytes_moved == pytest.approx(0.75 * sum(sizes), rel=0.01)
     assert "2 -> 4 ranks" in found.forced and found.forced[1].startswith("may not be sharded as they are: 'sparse.a'")
-
-
-def test_plans_of_torchrec_are_replanned_too() -> None:
-    made = planned()
-    plan = made.plan(model(), SHARDERS)
-    assert made.replan(plan, steps=10**9).stays
-    with pytest.raises(PlannerError, match="has not been placed"):
-        next(iter(plan.plan["sparse"].values())).ranks = None
-        made.replan(plan, steps=1)
 
 
 def test_bad_input_names_itself() -> None:

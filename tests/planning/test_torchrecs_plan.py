@@ -4,7 +4,8 @@
 from typing import Any
 
 import pytest
-from small_models import MB, SHARDERS, collection, planner, table
+import small_models
+from small_models import MB, SHARDERS, collection, table
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -26,23 +27,19 @@ def ranks(plan: Any) -> dict[str, Any]:
     return {name: (sharding.sharding_type, sharding.ranks) for name, sharding in plan.plan[""].items()}
 
 
+GIVEN = {"topology": Topology(2, "cpu", ddr_cap=2**35), "batch_size": 256, "stats": [], "debug": False}
+
+
 def planned(sizes: Any = SIZES, **settings: Any) -> tuple[DreamShardPlanner, dict[str, Any]]:
-    planner = DreamShardPlanner(Topology(2, "cpu", ddr_cap=2**35), 256, stats=[], debug=False, **settings)
-    return planner, ranks(planner.plan(model(*sizes), get_default_sharders()))
+    made = DreamShardPlanner(**GIVEN, effort="quick", **settings)
+    return made, ranks(made.plan(model(*sizes), get_default_sharders()))
 
 
-def torchrecs() -> dict[str, Any]:
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(2, "cpu", ddr_cap=2**35), batch_size=256, stats=[], debug=False
-    )
-    return ranks(planner.plan(model(*SIZES), get_default_sharders()))
-
-
-@pytest.mark.parametrize("types", [None, ("table_wise",)])
-def test_a_plan_by_guessed_lookups_has_to_gain(types: Any) -> None:
-    searched, others = planned(sharding_types=types, least_gain=0.0)
-    kept, plan = planned(sharding_types=types)
-    assert plan == torchrecs() != others
+def test_a_plan_by_guessed_lookups_has_to_gain() -> None:
+    searched, others = planned(least_gain=0.0)
+    kept, plan = planned()
+    theirs = EmbeddingShardingPlanner(**GIVEN).plan(model(*SIZES), get_default_sharders())
+    assert plan == ranks(theirs) != others
     gain = 1 - searched.report().chosen.total_ms / kept.report().chosen.total_ms
     assert 0 <= gain < 0.03
     rivals = {rival.name: rival.total_ms for rival in kept.report().rivals}
@@ -65,18 +62,18 @@ def test_a_plan_by_guessed_lookups_has_to_gain(types: Any) -> None:
     ],
 )
 def test_costs_decide_where_more_is_known(told: dict[str, Any]) -> None:
-    made, _ = planned(**told, effort="quick")
+    made, _ = planned(**told)
     report = made.report()
     assert report.chosen.total_ms <= min(rival.total_ms for rival in report.rivals) * (1 + 1e-6)
     assert not any("least_gain" in str(note) for note in report.notes)
 
 
 def test_what_gains_more_is_taken() -> None:
-    made, plan = planned([(300, 16)] * 6, optimizers_attached=True, effort="quick")
+    made, plan = planned([(300, 16)] * 6, optimizers_attached=True)
     rivals = {rival.name: rival.total_ms for rival in made.report().rivals}
     assert made.report().chosen.total_ms < 0.97 * rivals["torchrec"]
     assert {kind for kind, _ in plan.values()} == {"data_parallel"}
-    kept, plan = planned([(300, 16)] * 6, optimizers_attached=True, effort="quick", least_gain=0.99)
+    kept, plan = planned([(300, 16)] * 6, optimizers_attached=True, least_gain=0.99)
     assert {kind for kind, _ in plan.values()} == {"table_wise"}
     assert kept.report().chosen.total_ms == pytest.approx(rivals["torchrec"])
 
@@ -104,15 +101,10 @@ def report_on(memory_mb: int, **arguments) -> Report:
     """On three tables of 61 MB on two GPUs. They are mean-pooled, hence in no blocks of rows."""
     tables = (table(f"t{i}", 125_000, 128, pooling=PoolingType.MEAN) for i in range(3))
     model = collection(*tables, optimizer=RowWiseAdagrad)
-    made = planner(
-        topology=Topology(2, "cuda", hbm_cap=memory_mb * MB, ddr_cap=2**36),
-        batch_size=1024,
-        constraints={f"t{i}": ParameterConstraints(min_partition=64, pooling_factors=[50.0]) for i in range(3)},
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        **arguments,
-    )
-    made.plan(model, SHARDERS)
-    return made.report()
+    gpus, left = Topology(2, "cuda", hbm_cap=memory_mb * MB, ddr_cap=2**36), FixedPercentageStorageReservation(0.0)
+    read = {f"t{i}": ParameterConstraints(min_partition=64, pooling_factors=[50.0]) for i in range(3)}
+    given = {"topology": gpus, "batch_size": 1024, "constraints": read, "storage_reservation": left}
+    return small_models.planned(model, **given, **arguments).report()
 
 
 def test_tables_that_exact_training_keeps_out_of_device_memory_come_first() -> None:
@@ -123,16 +115,12 @@ def test_tables_that_exact_training_keeps_out_of_device_memory_come_first() -> N
     assert first == f"{note}." and second.startswith("Predicted: ")
     free = report_on(110, exact_training=False)
     assert all(entry.kernel == "fused" for entry in free.tables)
+    for untouched in (free, report_on(200)):
+        assert not [note for note in untouched.notes if note.code == "forced_out"]
+        assert str(untouched).startswith("Predicted: ")
     assert 0 < note.figures["lost_ms"] <= report.chosen.total_ms - free.chosen.total_ms + 1e-3
     lost = f"{note.figures['lost_ms']:.3f} of {report.chosen.total_ms:.3f} ms"
     assert first.startswith(f"Exact training keeps 1 table(s) out of device memory, which is predicted to cost {lost}")
-
-
-@pytest.mark.parametrize("arguments", [{"memory_mb": 200}, {"memory_mb": 110, "exact_training": False}])
-def test_nothing_is_said_of_tables_that_exact_training_does_not_move(arguments) -> None:
-    report = report_on(**arguments)
-    assert not [note for note in report.notes if note.code == "forced_out"]
-    assert str(report).startswith("Predicted: ")
 
 
 @pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
@@ -143,7 +131,7 @@ def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
     gpus = Topology(16, "cuda", local_world_size=8)
     given = {"topology": gpus, "batch_size": 512, "debug": False, "stats": []}
     given["storage_reservation"] = FixedPercentageStorageReservation(0.1)
-    made = DreamShardPlanner(cost_source=cost_source, **given)
+    made = DreamShardPlanner(cost_source=cost_source, effort="quick", **given)
     made.plan(model, SHARDERS)
     (note,) = [note for note in made.report().notes if note.code == "beyond_exact_training"]
     theirs = EmbeddingShardingPlanner(**given).plan(model, SHARDERS)
@@ -156,7 +144,7 @@ def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
 
 def test_large_models_have_no_prediction_of_torchrecs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_notes, "MAX_SHARDS", 1)
-    made = planner(topology=Topology(2, "cuda"))
-    made.plan(collection(table("a", 200, 64), table("b", 300, 64), optimizer=RowWiseAdagrad), SHARDERS)
+    tables = table("a", 200, 64), table("b", 300, 64)
+    made = small_models.planned(collection(*tables, optimizer=RowWiseAdagrad), topology=Topology(2, "cuda"))
     (note,) = [note for note in made.report().notes if note.code == "beyond_exact_training"]
     assert "exact training leaves out" in note.text and "TorchRec's plan" not in note.text and not note.figures

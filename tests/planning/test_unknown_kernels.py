@@ -9,7 +9,6 @@ import pytest
 from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
@@ -37,14 +36,12 @@ GPUS = topology(2, 2**30, "cuda")
 class CustomSharder(EmbeddingBagCollectionSharder):
     """Offers a kernel of its own beside TorchRec's."""
 
-    kernel = CUSTOM
+    def __init__(self, kernel: str = CUSTOM) -> None:
+        super().__init__()
+        self._kernel = kernel
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return [*super().compute_kernels(sharding_type, compute_device_type), self.kernel]
-
-
-class TritonSharder(CustomSharder):
-    kernel = "fused_triton"
+        return [*super().compute_kernels(sharding_type, compute_device_type), self._kernel]
 
 
 class OwnEstimator(ShardEstimator):
@@ -70,11 +67,8 @@ class OwnEnumerator(EmbeddingEnumerator):
     each in two modes that TorchRec knows nothing of."""
 
     def __init__(self, custom: tuple[str, ...], sharding_type: str = RW, modes: tuple[int, ...] = (0, 1)) -> None:
-        estimators = [
-            OwnEstimator(EmbeddingPerfEstimator(GPUS), "perf"),
-            OwnEstimator(EmbeddingStorageEstimator(GPUS), "storage"),
-        ]
-        super().__init__(GPUS, 64, estimator=estimators)
+        costs, sizes = EmbeddingPerfEstimator(GPUS), EmbeddingStorageEstimator(GPUS)
+        super().__init__(GPUS, 64, estimator=[OwnEstimator(costs, "perf"), OwnEstimator(sizes, "storage")])
         self._custom, self._type, self._modes = custom, sharding_type, modes
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
@@ -152,7 +146,7 @@ def test_plans_of_such_kernels_are_saved_loaded_and_explained(tmp_path: Path) ->
 def test_a_constraint_may_name_a_kernel_that_torchrec_prices() -> None:
     named = ParameterConstraints(compute_kernels=["fused_triton"])
     made = planner(topology=GPUS, constraints={"t0": named}, effort="quick")
-    made.plan(model(), [TritonSharder()])
+    made.plan(model(), [CustomSharder("fused_triton")])
     kernels = {option.name: option.compute_kernel for option in made.options}
     assert kernels["t0"] == "fused_triton" and "fused_triton" not in (kernels["t1"], kernels["t2"])
     assert "which are TorchRec's" in source_notes(made) and "(sparse.t0)" in source_notes(made)
@@ -163,14 +157,10 @@ def test_a_constraint_may_name_a_kernel_that_torchrec_prices() -> None:
 @pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
 @pytest.mark.parametrize("kernel", [CUSTOM, "warp9"])
 def test_a_kernel_that_nobody_prices_is_refused(cost_source: str, kernel: str) -> None:
-    class Sharder(CustomSharder):
-        pass
-
-    Sharder.kernel = kernel
     named = ParameterConstraints(compute_kernels=[kernel])
     made = planner(topology=GPUS, constraints={"t0": named}, cost_source=cost_source)
     with pytest.raises(PlannerError, match=rf"'sparse.t0' .*'{kernel}'.*enumerator") as caught:
-        made.plan(model(), [Sharder()])
+        made.plan(model(), [CustomSharder(kernel)])
     assert "compute_kernels" in str(caught.value)
 
 
@@ -198,11 +188,7 @@ class Placeholders(EmbeddingEnumerator):
 
 
 def test_a_subclass_that_resets_constraints_and_replaces_placeholders() -> None:
-    constraints = {
-        "t0": ParameterConstraints(sharding_types=[RW], compute_kernels=[CUSTOM]),
-        "t1": ParameterConstraints(sharding_types=[TW]),
-    }
-    assert issubclass(OwnConstraintsPlanner, EmbeddingShardingPlanner)
+    constraints = {"t0": ParameterConstraints([RW], [CUSTOM]), "t1": ParameterConstraints([TW])}
     arguments = {"topology": GPUS, "batch_size": 64, "stats": [], "debug": False, "effort": "quick"}
     made = OwnConstraintsPlanner(constraints, enumerator=Placeholders(GPUS, 64), **arguments)
     plan = made.plan(model(), SHARDERS).plan["sparse"]

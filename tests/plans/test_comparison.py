@@ -3,8 +3,8 @@
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import small_models
@@ -20,7 +20,7 @@ from dreamshard_planner.plans.plan_file import ShardPlace
 from dreamshard_planner.plans.replan import names_that_keep_most, renamed
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.support.formatting import size_in_words
-from tests.cli.test_commands import SMALL, run, run_json
+from tests.cli.test_commands import run
 
 ROWS, DIM, TABLES = 100_000, 64, 4
 TABLE_BYTES = ROWS * DIM * 4
@@ -140,30 +140,14 @@ def planned() -> DreamShardPlanner:
     return Job(model=OfflineModel.of_specs(specs), machine=machine, batch_size=256, settings=settings).plan()
 
 
-class Page(HTMLParser):
-    """A page as a browser reads it."""
+class Page:
+    """A page with all tags closed but those that never are."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(path.read_text())
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attributes)))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data if self.open[-1:] != ["style"] else ""
-
-    def sections(self) -> list[str | None]:
-        return [attributes["id"] for tag, attributes in self.tags if tag == "section"]
+        root = ElementTree.fromstring(re.sub("<(!doctype|meta)[^>]*>", "", path.read_text()))
+        self.tags = [(element.tag, element.attrib) for element in root.iter()]
+        self.text = "".join(root.itertext())
+        self.sections = [attributes["id"] for tag, attributes in self.tags if tag == "section"]
 
 
 def test_every_figure_of_the_report_is_on_the_page(planned: DreamShardPlanner, tmp_path: Path) -> None:
@@ -180,7 +164,7 @@ def test_every_figure_of_the_report_is_on_the_page(planned: DreamShardPlanner, t
     words += [name for table in report.tables for name in (table.name, table.label)]
     words += [size_in_words(count) for entry in report.memory for count in (*entry.used_bytes, *entry.limit_bytes)]
     assert not [word for word in words if word not in page.text]
-    assert page.sections() == ["ranks", "plans", "tables", "memory", "sources"]
+    assert page.sections == ["ranks", "plans", "tables", "memory", "sources"]
     widths = [float(attributes["style"][6:-1]) for tag, attributes in page.tags if tag == "i"]
     assert len(widths) > 20 and all(0 <= width <= 100 for width in widths) and max(widths) == 100
 
@@ -203,15 +187,4 @@ def test_pages_of_saved_plans_and_replans(planned: DreamShardPlanner, tmp_path: 
     found = planned.replan(saved, steps=1000)
     save_html(found, tmp_path / "replan.html")
     page = Page(tmp_path / "replan.html")
-    assert page.sections()[0] == "curve" and found.sentence in page.text and "saved.json, re-planned" in page.text
-
-
-def test_commands_write_pages(tmp_path: Path) -> None:
-    plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    shown = run_json("plan", *SMALL, "--out", plan, "--html", page)
-    assert f"{shown['report']['chosen']['total_ms']:.3f} ms" in page.read_text()
-    assert "256 samples each" in page.read_text()
-    assert run_json("report", plan, "--html", page)
-    assert "plan.json" in page.read_text()
-    refused = run("report", plan, "--html", tmp_path, status=2).output
-    assert "cannot be written" in re.sub(r"\W+", " ", refused)
+    assert page.sections[0] == "curve" and found.sentence in page.text and "saved.json, re-planned" in page.text

@@ -121,6 +121,17 @@ def test_measured_collectives_hold_for_what_they_were_measured_on(made: Topology
     )
 
 
+def test_a_fit_of_two_hosts_is_for_two_hosts() -> None:
+    shipped = resolve("auto", "cpu")
+    measured = {**shipped.metadata["collectives"], "hosts": 2}
+    two = replace(shipped, metadata={**shipped.metadata, "collectives": measured})
+    for hosts, known in ((1, False), (2, True), (3, False)):
+        links = links_of(Topology(4 * hosts, "cpu", local_world_size=4), two)
+        assert ("measured with gloo on 2 ranks of 2 x" in links.all_to_all.source) == known
+        assert ("measured" in links.all_reduce.source.replace("nothing measured", "")) == known
+        assert "nothing measured" in links.host_reduce_scatter.source  # the ranks of one host are not those two
+
+
 def test_what_passes_between_hosts_is_what_takes_long() -> None:
     """Two hosts of eight: eight peers of fifteen are on the other host, which all ranks of a host reach at once where
     data passes from rank to rank."""

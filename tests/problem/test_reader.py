@@ -55,13 +55,8 @@ def draw(seed: int) -> KeyedJaggedTensor:
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise", "row_wise"])
 def test_sequence_tables_exchange_a_vector_for_each_lookup(sharding_type: str) -> None:
-    workloads, found = read(
-        sequence_model(),
-        EmbeddingCollectionSharder(),
-        sharding_types=[sharding_type],
-        min_partition=16,
-        pooling_factors=[float(LENGTH)],
-    )
+    given = {"sharding_types": [sharding_type], "min_partition": 16, "pooling_factors": [float(LENGTH)]}
+    workloads, found = read(sequence_model(), EmbeddingCollectionSharder(), **given)
     (option,) = found.problem.tables[0]
     parts = option.parts
     assert len(parts) == {"table_wise": 1, "column_wise": 2, "row_wise": RANKS}[sharding_type]
@@ -86,13 +81,8 @@ def test_sequence_tables_exchange_a_vector_for_each_lookup(sharding_type: str) -
 
 @pytest.mark.parametrize("sharding_type", ["table_row_wise", "grid_shard"])
 def test_blocks_on_one_host_are_ordered_once_more(sharding_type: str) -> None:
-    _, found = read(
-        bag_model(),
-        EveryTypeSharder(),
-        sharding_types=[sharding_type],
-        pooling_factors=[float(LENGTH)],
-        min_partition=DIM // 2,
-    )
+    given = {"sharding_types": [sharding_type], "min_partition": DIM // 2, "pooling_factors": [float(LENGTH)]}
+    _, found = read(bag_model(), EveryTypeSharder(), **given)
     (option,) = found.problem.tables[0]
     collectives = [one.name.rsplit(" ", 1)[1] for one in found.problem.collectives.collectives]
     sorted_bytes = found.problem.bytes_PC[option.parts, collectives.index("bucketing")].sum()

@@ -3,7 +3,18 @@
 
 import pytest
 import torch
-from small_models import SHARDERS, TABLE_WISE, collection, output_bytes_P, planner, rater, sequences, table, topology
+from small_models import (
+    SHARDERS,
+    TABLE_WISE,
+    collection,
+    output_bytes_P,
+    planned,
+    planner,
+    rater,
+    sequences,
+    table,
+    topology,
+)
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -43,14 +54,9 @@ def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -
 def test_tables_of_one_name_may_have_other_features(given: list[float], expected: dict) -> None:
     other = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["x"])
     model = nn.ModuleDict({"a": collection(table("t", features=3)), "b": collection(other)})
-    options: list = []
-    made = planner(
-        constraints={"t": ParameterConstraints(pooling_factors=given)},
-        statistics=TableStatistics({"x": FeatureStatistics(7.0)}),
-        callbacks=[lambda plan: options.extend(plan) or plan],
-    )
-    made.plan(model, SHARDERS)
-    assert {option.fqn: option.input_lengths for option in options} == expected
+    lookups = {"t": ParameterConstraints(pooling_factors=given)}
+    made = planned(model, constraints=lookups, statistics=TableStatistics({"x": FeatureStatistics(7.0)}))
+    assert {option.fqn: option.input_lengths for option in made.options} == expected
     for what, values in (("pooling_factors", [1.0, 2.0]), ("num_poolings", [2.0]), ("batch_sizes", [8, 8, 8])):
         constraints = {"t": ParameterConstraints(**{what: values})}
         with pytest.raises(PlannerError, match=r"tables \['a.t', 'b.t'\] have one name and \[1, 3\] features.*" + what):
@@ -91,12 +97,8 @@ def test_options_become_workloads() -> None:
     # One rank's batch of pooled vectors of 16 floats.
     assert output_bytes_P(problem)[problem.names.index("plain.a")] == 64 * 1.75 * 16 * 4
     # An all-to-all for each module, and one of its lookups.
-    assert [c.name for c in problem.collectives.collectives] == [
-        "weighted table_wise all-to-all",
-        "weighted table_wise lookups",
-        "plain table_wise all-to-all",
-        "plain table_wise lookups",
-    ]
+    expected = [f"{path} table_wise {name}" for path in ("weighted", "plain") for name in ("all-to-all", "lookups")]
+    assert [collective.name for collective in problem.collectives.collectives] == expected
     # How many lookups they are, lengths, ids, and weights, one exchange after the other.
     weighted, plain = (problem.collectives.collectives[index].forward.latency_ms for index in (1, 3))
     assert weighted == pytest.approx(plain * 4 / 3)
@@ -180,9 +182,7 @@ def test_tables_that_torchrec_does_not_fuse_are_apart() -> None:
 
 def test_kernels_of_several_memories_are_fused_together() -> None:
     constraints = {"t1": ParameterConstraints(compute_kernels=["fused_uvm"])}
-    made = planner(topology=topology(device="cuda"), constraints=constraints)
-    options: list = []
-    made._callbacks.append(lambda plan: options.extend(plan) or plan)
-    made.plan(collection(table("t0"), table("t1")), SHARDERS)
+    gpus = topology(device="cuda")
+    options = planned(collection(table("t0"), table("t1")), topology=gpus, constraints=constraints).options
     assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
-    assert rater(topology(device="cuda"), constraints).read(options).problem.num_groups == 1
+    assert rater(gpus, constraints).read(options).problem.num_groups == 1
