@@ -23,7 +23,7 @@ SEAMS := tests/distributed/test_loaded_plan.py tests/hot_rows/test_checkpoints.p
     tests/plans/test_report.py tests/problem/test_fused_groups.py tests/search_space/test_estimates.py \
     tests/plans/test_plan_file.py
 # These depend on torch and FBGEMM, which only the newest set changes.
-NEWEST_TESTS := tests/measure/test_instruction_set.py tests/measure/test_kernels.py \
+NEWEST_TESTS := tests/measure/test_kernels.py \
     tests/cli/test_commands.py::test_doctor_names_the_checkpoint_and_what_cuda_lacks
 
 BIN := .venv/bin

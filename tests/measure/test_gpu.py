@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchrec.distributed.planner.types import Topology
 
 from common.measured_costs import SetClock
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.collect import REFERENCE_SETS, collect
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.sets import draw_sets, set_work
-from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.reuse import reuse_histogram
 from tests.measure.test_kernels import workload
@@ -60,11 +56,8 @@ def test_sets_are_measured_on_the_device(device: str, tmp_path: Path) -> None:
     sets = draw_sets(tables, 4, seed=0, batch_sizes=(64,), max_tables=4, device=device)
     arena = Arena(device, size_bytes=1 << 26)
     data = collect(sets, tmp_path / "blocks", device, repeats=2, progress=False, arena=arena)
-    assert data.hardware == describe_hardware(device, 1) and data.samples_ms.shape == data.reference_ms.shape == (
-        4,
-        2,
-        2,
-    )
+    assert data.hardware == describe_hardware(device, 1)
+    assert data.samples_ms.shape == data.reference_ms.shape == (4, 2, 2)
     clock = SetClock([w for group in sets[:1] for w in group], device, arena)
     (samples,) = clock.samples([(0,)], repeats=2)
     assert 0 <= samples.launch_bound <= 1 and bool((samples.samples_ms > 0).all())
@@ -116,14 +109,3 @@ def test_launch_bound_runs_get_a_longer_head_start(
     assert len(moves) == runs + 1
     assert cuda.launch_bound([first, second]) == share
     assert cuda.elapsed_ms([first, second]).tolist() == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def test_a_fit_of_two_hosts_is_for_two_hosts() -> None:
-    shipped = resolve("auto", "cpu")
-    measured = {**shipped.metadata["collectives"], "hosts": 2}
-    two = Checkpoint(shipped.policy, shipped.cost, {**shipped.metadata, "collectives": measured}, "two")
-    for hosts, known in ((1, False), (2, True), (3, False)):
-        links = links_of(Topology(4 * hosts, "cpu", local_world_size=4), two)
-        assert ("measured with gloo on 2 ranks of 2 x" in links.all_to_all.source) == known
-        assert ("measured" in links.all_reduce.source.replace("nothing measured", "")) == known
-        assert "nothing measured" in links.host_reduce_scatter.source  # the ranks of one host are not those two

@@ -154,7 +154,7 @@ def test_modules_that_cannot_be_sharded_here_are_refused() -> None:
         ("statistics", {"t0_f0": 1.0}, "TableStatistics, got dict"),
         *(("batch_size", size, f"batch_size.*{size}") for size in (0, -1, 1.5, True, 2**50)),
         *(("least_gain", share, f"least_gain.*{share}") for share in (-0.1, 1.0, 3, "1")),
-        *(("seed", seed, f"seed must be a whole number from .*, got {seed!r}") for seed in (None, "7", 1.5, True, 2**64)),
+        *(("seed", seed, f"seed must be a whole number .* got {seed!r}") for seed in (None, "7", 1.5, True, 2**64)),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_errors(name: str, value: object, told: str) -> None:

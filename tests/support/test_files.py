@@ -90,14 +90,11 @@ def test_what_cannot_be_written_is_named(write: Callable, path: str, reason: str
     assert str(tmp_path / path) in str(caught.value) and not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_noticed_before_the_work(tmp_path: Path) -> None:
+def test_a_full_disk_is_noticed_before_the_work_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     with files_up_to(10_000), pytest.raises(FileError, match="result: cannot be written: File too large"):
         check_writable(tmp_path / "result")
     check_writable(tmp_path / "result")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("before")
     with files_up_to(10_000), pytest.raises(FileError, match="a: cannot be written: File too large"):
         write_whole(tmp_path / "a", b"x" * 100_000)

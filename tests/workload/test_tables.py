@@ -96,20 +96,14 @@ def test_pools_are_what_was_published() -> None:
         tables = named_pool(f"merlin_{model}")
         assert len(tables) == count == len({table.name for table in tables})
     assert len(named_pool("merlin_tiny")[0].features) == 2
-
+    for model, count, weights in (("t180", 177, 66e9), ("t200", 200, 104e9), ("t510", 510, 115e9), ("t7", 7, 446e9)):
+        pool = named_pool(f"embark_{model}")
+        assert len(pool) == count == len({table.name for table in pool})
+        assert sum(table.rows * table.dim for table in pool) == pytest.approx(weights, rel=0.01)
+        busiest = max(pool, key=lambda table: table.pooling_factor)
+        assert busiest.features[0].reuse_histogram[0] < 0.9  # a power law: some rows of a batch are read often
     with pytest.raises(TaskError, match="mlperf_dlrm_dcnv2"):
         named_pool("mlperf")
-
-
-@pytest.mark.parametrize(
-    "model, tables, weights", [("t180", 177, 66e9), ("t200", 200, 104e9), ("t510", 510, 115e9), ("t7", 7, 446e9)]
-)
-def test_embarks_models(model: str, tables: int, weights: float) -> None:
-    pool = named_pool(f"embark_{model}")
-    assert len(pool) == tables and len({table.name for table in pool}) == tables
-    assert sum(table.rows * table.dim for table in pool) == pytest.approx(weights, rel=0.01)
-    busiest = max(pool, key=lambda table: table.pooling_factor)
-    assert busiest.features[0].reuse_histogram[0] < 0.9  # a power law: some rows of a batch are read often
 
 
 def test_split_is_disjoint_and_repeatable() -> None:
