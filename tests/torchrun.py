@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,34 +16,36 @@ import torch.distributed as dist
 from tests.faults import PATIENCE_SECONDS, ended, start
 
 
-def torchrun(script: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """The command itself: three processes that import torch, of which two import TorchRec."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
-    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+def surroundings(ranks: int, port: int) -> list[dict[str, object]]:
+    """Environment variables that torchrun gives to each rank."""
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0}
+    return [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
 
 
 def forked(script: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """The script on ranks that are forked, with the surroundings that torchrun gives them.
 
     A rank whose script leaves a process group behind fails: its threads can abort Python at its end, but rarely do.
-    Where there are GPUs it is the command, since asking for them rules forks out.
+    Where there are GPUs torchrun runs it, since asking for them rules forks out.
     """
     if torch.cuda.is_available():
-        return torchrun(script, *options, ranks=ranks)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command += [str(script), *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0}
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
-        surroundings = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
-        statuses = ended(*(start(_run, script, options, own, stdout, stderr) for own in surroundings))
+        own = surroundings(ranks, store.port)
+        statuses = ended(*(start(run_script, script, options, of_rank, stdout, stderr) for of_rank in own))
         return subprocess.CompletedProcess(
             [str(script), *options], max(statuses, key=abs), stdout.read_text(), stderr.read_text()
         )
 
 
-def _run(script: Path, options: tuple[str, ...], surroundings: dict[str, object], stdout: Path, stderr: Path) -> None:
-    os.environ.update({name: str(value) for name, value in surroundings.items()})
+def run_script(script: Path, options: Sequence[str], own: Mapping[str, object], stdout: Path, stderr: Path) -> None:
+    """Run it in this process, which is one of :func:`tests.faults.start`, with these environment variables."""
+    os.environ.update({name: str(value) for name, value in own.items()})
     for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
         with path.open("a") as file:  # of all ranks
             os.dup2(file.fileno(), stream.fileno())
