@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
@@ -32,34 +31,19 @@ from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing import automatic
 from dreamshard_planner.observing.observer import END_DEFAULT
 from tests.faults import ended, start, wait_for
+from tests.observing.runs import observation
 
-STEPS = 24
-TRAINED = automatic.WARM_UP_STEPS + STEPS + 3
-
-
-IMPATIENT = (
-    "import sys; from dreamshard_planner import background; background.PATIENCE_SECONDS = 0.5; "
-    "background.main(sys.argv[1:])"
-)
-"""Learns as the module does, but hardly waits for the files of other ranks."""
+STEPS, WARM_UP, LEAST = 24, 4, 6
+TRAINED = WARM_UP + STEPS + 3
 
 
-def _surroundings(home: str, steps: str = str(STEPS), *, learns: bool = True, waits: bool = True) -> None:
-    """Observe so many steps of this rank.
-
-    Args:
-        learns: in a process that imports all anew; else one that ends at once takes its place.
-        waits: for all ranks' files.
-    """
+def _surroundings(home: str, steps: str = str(STEPS), *, learns: bool = False) -> None:
+    """Observe so many steps of this rank; ``learns``: in a process that imports all anew, else in none."""
     os.environ.update(DREAMSHARD_HOME=home, DREAMSHARD_OBSERVE=steps)
+    automatic.WARM_UP_STEPS, automatic.LEAST_STEPS = WARM_UP, LEAST
     logging.getLogger("dreamshard_planner").setLevel(logging.INFO)
-
-    def start(command: list[str], **given: Any) -> Popen:
-        python, safe, *module, folder, run_id = command
-        what = module if waits else ["-c", IMPATIENT]
-        return Popen([python, safe, *what, folder, run_id] if learns else ["true"], **given)
-
-    automatic.subprocess.Popen = start  # in this process alone
+    if not learns:
+        automatic.subprocess.Popen = lambda _, **given: Popen(["true"], **given)  # in this process alone
 
 
 def _written() -> None:
@@ -78,8 +62,9 @@ def _runs(home: Path) -> list[Path]:
     return sorted(home.glob("runs/*/*.json"))
 
 
-def _trained(rank: Rank, home: str) -> tuple[list[float], list[float], list[str]]:
-    _surroundings(home, learns=False)
+def _observed(rank: Rank, home: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses with and without observation, and messages."""
+    _surroundings(home)
     with logged("observing.automatic") as records:
         model = shard(make_planner("dreamshard", rank), rank)
         begun = _hooks(model)
@@ -93,32 +78,17 @@ def _trained(rank: Rank, home: str) -> tuple[list[float], list[float], list[str]
     return losses, train(plain, rank, TRAINED, 2 * LOCAL_BATCH), _messages(records)
 
 
-def test_steps_after_the_warm_up_are_observed_and_nothing_is_left(tmp_path: Path) -> None:
-    ranks = run_on_ranks(_trained, str(tmp_path), world_size=2)
-    for losses, plain, messages in ranks:
-        assert losses == plain
-        assert not any("training goes on" in message for message in messages)
-    assert "DREAMSHARD_OBSERVE=0 switches this off" in ranks[0][2][0]  # rank 0 alone says so
-    assert not ranks[1][2]
-    files = _runs(tmp_path)
-    assert [file.suffixes for file in files] == [[".0", ".json"], [".1", ".json"]]
-    (run,) = Observation.load_all(files).runs
-    assert run.steps >= STEPS and run.plan is not None and len(run.ranks) == 2
-    assert "t0" in next(iter(run.plan.sharding.values()))
-
-
 def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
-    """Train in one way, and return the warnings of the observation."""
-    _surroundings(home, {"variable": "0", "no number": "many"}.get(how, str(STEPS)), learns=False)
+    _surroundings(home, {"variable": "0", "no number": "many"}.get(how, str(STEPS)))
     with logged("observing.automatic") as records:
-        model = shard(make_planner("dreamshard", rank), rank, observe=how != "argument")
+        model = shard(make_planner("torchrec", rank), rank, observe=how != "argument")
+        assert bool(END_DEFAULT) == (how not in NEVER_BEGUN)
         if how == "explicit":
-            train(model, rank, automatic.WARM_UP_STEPS + 3, 2 * LOCAL_BATCH)
+            train(model, rank, WARM_UP + 3, 2 * LOCAL_BATCH)
             with observe(model):
                 assert not END_DEFAULT
-                train(model, rank, STEPS, 2 * LOCAL_BATCH)
-        steps = {"short": automatic.WARM_UP_STEPS + 5, "dropped": automatic.WARM_UP_STEPS + automatic.LEAST_STEPS + 2}
-        losses = train(model, rank, steps.get(how, TRAINED) - 3, 2 * LOCAL_BATCH)
+                train(model, rank, 3, 2 * LOCAL_BATCH)
+        losses = train(model, rank, TRAININGS[how], 2 * LOCAL_BATCH)
         if how == "full disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         losses += train(model, rank, 3, 2 * LOCAL_BATCH)
@@ -131,26 +101,42 @@ def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
     return [text for text in _messages(records) if "training goes on" in text]
 
 
-NOTHING_WRITTEN = ("variable", "argument", "explicit", "no number", "short", "no folder", "full disk")
-FILES = {"dropped": 2, **dict.fromkeys(NOTHING_WRITTEN, 0)}
-"""Files that each way to train leaves."""
+NEVER_BEGUN = ("variable", "argument", "no number")
+TRAININGS = {
+    "dropped": WARM_UP + LEAST,
+    "short": WARM_UP + LEAST - 4,
+    **dict.fromkeys(("explicit", *NEVER_BEGUN), 0),
+    **dict.fromkeys(("no folder", "full disk"), WARM_UP + STEPS),
+}
+"""Steps of each way to train before the last three. The first alone leaves files."""
 
 
-def _every_way(rank: Rank, folder: str) -> dict[str, list[str]]:
+def _job(rank: Rank, folder: Path) -> tuple[tuple[list[float], list[float], list[str]], dict[str, list[str]]]:
     with logged("observing") as records:
         automatic.begin(torch.nn.Linear(1, 1), make_planner("torchrec", rank))
     assert not records and not END_DEFAULT  # a job without tables is told nothing
-    return {how: _otherwise(rank, f"{folder}/{how}", how) for how in FILES}
+    return _observed(rank, f"{folder}/observed"), {how: _otherwise(rank, f"{folder}/{how}", how) for how in TRAININGS}
 
 
-def test_the_observation_ends_with_its_switches_and_with_the_model(tmp_path: Path) -> None:
+def test_steps_after_the_warm_up_are_observed_and_nothing_is_left(tmp_path: Path) -> None:
+    """The observation ends with its switches, too, and with the model."""
     (tmp_path / "no folder").write_bytes(b"")
-    for told in run_on_ranks(_every_way, str(tmp_path), world_size=2):
+    ranks = run_on_ranks(_job, tmp_path, world_size=2)
+    for (losses, plain, messages), told in ranks:
+        assert losses == plain
+        assert not any("training goes on" in message for message in messages)
         assert "'many'" in told.pop("no number")[0]
         for how in ("no folder", "full disk"):
             assert str(tmp_path / how) in told.pop(how)[0]
         assert not any(told.values())
-    assert {how: len(_runs(tmp_path / how)) for how in FILES} == FILES
+    assert "DREAMSHARD_OBSERVE=0 switches this off" in ranks[0][0][2][0]  # rank 0 alone says so
+    assert not ranks[1][0][2]
+    files = _runs(tmp_path / "observed")
+    assert [file.suffixes for file in files] == [[".0", ".json"], [".1", ".json"]]
+    (run,) = Observation.load_all(files).runs
+    assert run.steps >= STEPS and run.plan is not None and len(run.ranks) == 2
+    assert "t0" in next(iter(run.plan.sharding.values()))
+    assert {how: len(_runs(tmp_path / how)) for how in TRAININGS} == dict.fromkeys(TRAININGS, 0) | {"dropped": 2}
     assert not [path for path in (tmp_path / "full disk").rglob("*") if path.is_file()]
 
 
@@ -163,22 +149,12 @@ def _own_costs(home: Path, scale: float) -> None:
     replace(shipped, metadata=metadata).save(home / "checkpoints" / "own.safetensors")
 
 
-def _start(rank: Rank, home: str, job: str | None = None) -> dict[str, Any]:
-    """A start of a job that says nothing of batches, lookups and costs.
-
-    Args:
-        job: name of the job, which waits for another one before its last step, so that both learn at once; without a
-            name it is alone, and nothing learns from it.
-    """
-    _surroundings(home, learns=job is not None)
+def _start(rank: Rank, home: str, learns: bool) -> dict[str, Any]:
+    """A start of a job that says nothing of batches, lookups and costs."""
+    _surroundings(home, learns=learns)
     planner = DreamShardPlanner(effort="quick", sharding_types=["table_wise", "column_wise"])
     with logged("observing.automatic") as records:
-        model = shard(planner, rank)
-        train(model, rank, TRAINED - 3, 2 * LOCAL_BATCH)
-        if job and rank.rank == 0:
-            Path(home, f"{job}.waits").touch()
-            wait_for(lambda: len(list(Path(home).glob("*.waits"))) == 2)
-        train(model, rank, 3, 2 * LOCAL_BATCH)
+        train(shard(planner, rank), rank, TRAINED, 2 * LOCAL_BATCH)
         _written()
     told: dict[str, Any] = {"messages": _messages(records)}
     if rank.rank == 0:
@@ -186,27 +162,46 @@ def _start(rank: Rank, home: str, job: str | None = None) -> dict[str, Any]:
     return told
 
 
-def test_jobs_at_once_both_count_and_make_the_next_plan_better(tmp_path: Path) -> None:
+def test_a_job_makes_the_next_plan_better(tmp_path: Path) -> None:
     _own_costs(tmp_path, 9.0)
-    with ThreadPoolExecutor() as jobs:
-        both = [jobs.submit(run_on_ranks, _start, str(tmp_path), job, world_size=2) for job in "ab"]
-        first, other = (job.result()[0] for job in both)
+    first, then = (run_on_ranks(_start, str(tmp_path), learns, world_size=2)[0] for learns in (True, False))
     assert len(_runs(tmp_path)) == 4 and not list(tmp_path.rglob("*.part"))
-    (learned,) = tmp_path.glob("checkpoints/*-observed.safetensors")
-    assert Checkpoint.load(learned).metadata["learned"]["runs"] == 2  # the second to learn sees both
-    for messages in (first["messages"], other["messages"]):
-        assert any("costs learned from" in text for text in messages)
+    assert len(list(tmp_path.glob("checkpoints/*-observed.safetensors"))) == 1
+    assert any("costs learned from" in text for text in first["messages"])
     assert "learned" not in first["report"][0] and first["inputs"].statistics is None
-
-    then = run_on_ranks(_start, str(tmp_path), world_size=2)[0]
     report, inputs = then["report"], then["inputs"]
-    assert re.search(r"Confidence: costs learned from 2 runs on this hardware, \d+ % off\.", report[0])
+    assert re.search(r"Confidence: costs learned from 1 run on this hardware, \d+ % off\.", report[0])
     assert "-observed.safetensors" in inputs.settings["checkpoint"]
     assert inputs.batch_size == LOCAL_BATCH and inputs.statistics is not None
     assert any("statistics are those of the last training" in line for line in report)
     assert {name: known.pooling_factor for name, known in inputs.features.items()} == dict(
         zip(FEATURES, POOLING_FACTORS, strict=True)
     )
+
+
+def _learn(home: Path, file: Path, seen: Observation | None = None) -> None:
+    """Learn in this process, a session of its own as the one that is started, from a file that may be written first."""
+    os.setsid()
+    os.environ["DREAMSHARD_HOME"] = str(home)
+    background.PATIENCE_SECONDS = 0.5  # for the files of other ranks
+    closed, output = os.pipe()
+    os.close(closed)
+    os.dup2(output, 1)  # the training has ended, and listens no more
+    if seen is not None:
+        seen.save(file)
+    background.main([str(file.parent), file.name.partition(".")[0]])
+    # On Linux each session may have its own share of the processor; nice counts within it alone.
+    group = Path("/proc/self/autogroup")
+    assert os.nice(0) == 19 and (not os.access(group, os.W_OK) or group.read_text().endswith("nice 19\n"))
+
+
+def test_jobs_that_learn_at_once_both_count(tmp_path: Path) -> None:
+    whole, folder = observation(2), tmp_path / "runs" / "place"
+    folder.mkdir(parents=True)
+    runs = {folder / f"{run.id}.json": replace(whole, runs=(run,)) for run in whole.runs}
+    assert ended(*(start(_learn, tmp_path, file, seen) for file, seen in runs.items())) == [0, 0]
+    (learned,) = tmp_path.glob("checkpoints/*-observed.safetensors")
+    assert Checkpoint.load(learned).metadata["learned"]["runs"] == 2  # the second to learn sees both
 
 
 def test_the_process_that_learns_imports_as_the_training_and_tells_if_it_fails(
@@ -222,44 +217,31 @@ def test_the_process_that_learns_imports_as_the_training_and_tells_if_it_fails(
     assert "ended with 1; see background.log" in message
 
 
-def _die(home: Path) -> None:
-    wait_for(lambda: any(home.glob("runs/*/lock")))  # rank 0's process has begun
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 SHARES = (16, 9, 3, 16)
-"""Samples of each of four ranks."""
 
 
-def _killed(rank: Rank, home: str) -> None:
+def _killed(rank: Rank, home: Path) -> None:
     """A job with unequal batches whose last rank is killed once all steps are observed, and before it has written
     them."""
-    _surroundings(home, waits=False)
+
+    def die(*_: Any) -> None:
+        wait_for(lambda: any(home.glob("runs/*/*.0.json")))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _surroundings(str(home))
     if rank.rank == rank.world_size - 1:
-        automatic._write = lambda *_: _die(Path(home))
+        automatic._write = die
     model = shard(DreamShardPlanner(effort="quick", sharding_types=["table_wise"]), rank)
     train(model, rank, TRAINED, sum(SHARES), SHARES)
     _written()
 
 
-def _lowered(told: Path) -> None:
-    os.setsid()  # as the process that learns is started
-    background.lower_priority()
-    group = Path("/proc/self/autogroup")
-    told.write_text(f"{os.nice(0)}\n{group.read_text() if os.access(group, os.W_OK) else ''}")
-
-
-def test_the_process_that_learns_leaves_the_processor_to_the_training(tmp_path: Path) -> None:
-    """Its own session has its own share of the processor where Linux groups by session; nice counts within it alone."""
-    assert ended(start(_lowered, tmp_path / "told")) == [0]
-    nice, _, group = (tmp_path / "told").read_text().strip().partition("\n")
-    assert nice == "19" and (not group or group.endswith("nice 19")), group
-
-
 def test_a_killed_rank_leaves_the_others_files_whole(tmp_path: Path) -> None:
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        run_on_ranks(_killed, str(tmp_path), world_size=len(SHARES))
-    wait_for(lambda: any(tmp_path.glob("tables/*/statistics.json")))  # from rank 0, when the last rank is given up
+        run_on_ranks(_killed, tmp_path, world_size=len(SHARES))
     observed = [Observation.load(file).runs[0] for file in _runs(tmp_path)]
     assert 0 in (ranks := {one.rank for run in observed for one in run.ranks}) and len(SHARES) - 1 not in ranks
     assert all(run.steps >= STEPS for run in observed)
+    (first,) = tmp_path.glob("runs/*/*.0.json")
+    assert ended(start(_learn, tmp_path, first)) == [0]  # when the last rank is given up
+    assert any(tmp_path.glob("tables/*/statistics.json"))
