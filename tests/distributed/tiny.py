@@ -6,7 +6,7 @@ Shape letters: B batch (a rank's share), L lookups.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from tests.ways import Batch, TopLayer, Training
 SHARDERS = (EmbeddingBagCollectionSharder(),)
 LOCAL_BATCH = 16
 SHAPES = ((1000, 16), (50, 8), (400, 32), (1, 4), (2000, 8), (120, 64), (300, 16), (7, 12))
-"""Rows and dims of the tables."""
 POOLING_FACTORS = (2, 1, 5, 3, 0, 1, 8, 4, 2)
 """Pooling factors of the features: the first table serves two, and one is always empty."""
 FEATURES = tuple(f"f{index}" for index in range(len(POOLING_FACTORS)))
@@ -94,6 +93,12 @@ def batches(rank: Rank, steps: range, samples: int, shares: Sequence[int] = ()) 
         yield batch(step % 4, samples, sum(shares[: rank.rank]), shares[rank.rank], rank.device)
 
 
+@cache
+def _statistics() -> TableStatistics:
+    batches = (batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, torch.device("cpu")) for step in range(3))
+    return TableStatistics.from_batches(one.sparse for one in batches)
+
+
 def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPlanner:
     """``dreamshard`` or ``torchrec``, for table-wise placement of the tiny model."""
     memory = "hbm_cap" if rank.device.type == "cuda" else "ddr_cap"
@@ -112,13 +117,11 @@ def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPl
         **arguments,
     }
     if name == "dreamshard":
-        batches = [batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, torch.device("cpu")).sparse for step in range(3)]
-        return DreamShardPlanner(**common, statistics=TableStatistics.from_batches(batches), effort="quick")
+        return DreamShardPlanner(**common, statistics=_statistics(), effort="quick")
     return EmbeddingShardingPlanner(**common)
 
 
 def shard(planner: EmbeddingShardingPlanner, rank: Rank, **arguments: Any) -> DistributedModelParallel:
-    """The tiny model on the planner's plan."""
     return DistributedModelParallel(
         TinyModel(), device=rank.device, sharders=copy.copy(list(SHARDERS)), planner=planner, **arguments
     )
@@ -127,5 +130,4 @@ def shard(planner: EmbeddingShardingPlanner, rank: Rank, **arguments: Any) -> Di
 def train(
     model: DistributedModelParallel, rank: Rank, steps: int, samples: int, shares: Sequence[int] = ()
 ) -> list[float]:
-    """Losses of this rank's shares, see :func:`batches`."""
     return ways.train(Training(), model, batches(rank, range(steps), samples, shares))
