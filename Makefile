@@ -18,7 +18,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ELSE_TORCH_INDEX = $(if $(findstring cpu,$(LOCK)),|| $(PIP) --no-build-isolation --extra-index-url $(TORCH_CPU_INDEX) -r $(LOCK))
 PROCESSES ?= 2
 MATRIX := 1.6.1 1.7.0 1.9.2
-SEAMS := tests/distributed/test_loaded_plan.py tests/hot_rows/test_checkpoints.py \
+SEAMS := tests/distributed/test_loaded_plan.py tests/hot_rows/test_training.py \
     tests/torchrec_components/test_plugin.py tests/problem/test_table_reader.py tests/planning/test_refusals.py \
     tests/plans/test_report.py tests/problem/test_fused_groups.py tests/search_space/test_estimates.py \
     tests/plans/test_plan_file.py

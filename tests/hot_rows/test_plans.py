@@ -1,72 +1,164 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Plan files, commands and re-planning know hot rows."""
+"""Hot rows are chosen where they lower the predicted cost of the whole plan; plan files, commands and re-planning know
+them."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, JsonPlanLoader, PlanError, TableStatistics, compare
 from dreamshard_planner.devices import Machine
+from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
 from dreamshard_planner.hot_rows.hot_set import hot_rows_of
 from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.workload.hot_rows import without_rows
 from tests.cli.test_commands import run, run_json
 from tests.hot_rows.zipf import FEATURES, sequence_model, zipf_batches
 
 ROWS, DIM, SAMPLES, LOOKUPS, NODES = 20_000, 32, 256, 50, 4
 BUDGET_BYTES = 2**19
-TABLE = {
-    "num_embeddings": ROWS,
-    "embedding_dim": DIM,
-    "pooling": "none",
-    "optimizer": "rowwise_adagrad",
-    "sharding_types": ["row_wise"],
-}
-"""Entry of a table list. Small tables would send even less if they were data-parallel."""
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def _statistics(shift: int = 0) -> TableStatistics:
+@cache
+def _statistics(exponent: float = 1.2, shift: int = 0) -> TableStatistics:
     """Return statistics of batches whose ids are all moved by so many rows."""
-    batches = zipf_batches(1.2, ROWS, SAMPLES, LOOKUPS, 5)
+    batches = zipf_batches(exponent, ROWS, SAMPLES, LOOKUPS, 8)
     return TableStatistics.from_batches(
         KeyedJaggedTensor([*FEATURES], (batch.values() + shift) % ROWS, lengths=batch.lengths()) for batch in batches
     )
 
 
-def _planner(**settings: Any) -> DreamShardPlanner:
-    machine = Machine(ranks_per_host=4, hosts=NODES, gpu="h100")
+@cache
+def _planned(
+    exponent: float | None = 1.2, dedup: bool = False, **settings: Any
+) -> tuple[ShardingPlan, DreamShardPlanner]:
     given = {"hot_rows_bytes": BUDGET_BYTES, "vocabulary": "november", "effort": "quick", "debug": False, **settings}
-    return DreamShardPlanner(machine.topology(), batch_size=SAMPLES, **given)
+    planner = DreamShardPlanner(
+        Machine(ranks_per_host=4, hosts=NODES, gpu="h100").topology(),
+        batch_size=SAMPLES,
+        statistics=None if exponent is None else _statistics(exponent),
+        **given,
+    )
+    return planner.plan(sequence_model(ROWS, DIM), [EmbeddingCollectionSharder(use_index_dedup=dedup)]), planner
 
 
-def _planned(planner: DreamShardPlanner) -> dict[str, Any]:
-    return dict(hot_rows_of(planner.plan(sequence_model(ROWS, DIM), [EmbeddingCollectionSharder()])))
+def _choice(planner: DreamShardPlanner) -> HotRowsChoice:
+    model = planner._model()
+    return choose_hot_rows(model, planner.options, model.settings.hot_rows_bytes)
+
+
+def test_hot_rows_of_skewed_tables_lower_the_step() -> None:
+    plan, planner = _planned()
+    choice, hot = _choice(planner), dict(hot_rows_of(plan))
+    report = planner.report()
+    gain, described = (note for note in report.notes if note.code == "hot_rows")
+    assert hot.keys() == {"ec.t0", "ec.t1"}
+    assert choice.after_ms < 0.9 * choice.before_ms and choice.after_bytes < 0.7 * choice.before_bytes
+    assert choice.after_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
+    for name, rows in hot.items():
+        known = _statistics()[f"t{name[-1]}_f0"]
+        assert known.hot is not None and rows.table_rows == ROWS
+        order = sorted(zip(known.hot.reads, known.hot.ids, strict=True), reverse=True)[: len(rows)]
+        assert sorted(row for _, row in order) == rows.ids.tolist()
+        share = sum(reads for reads, _ in order) / known.lookups
+        assert f"{name} {len(rows):,} of {ROWS:,} for {share:.0%} of its lookups" in described.text
+    rows = sum(map(len, hot.values()))
+    memory_bytes = rows * (DIM * 4 + 4)  # and the state of row-wise Adagrad
+    assert described.figures == {"rows": rows, "memory_bytes": memory_bytes}
+    assert gain.figures["after_ms"] == choice.after_ms
+    whole = _planned(hot_rows_bytes=0)[1].report()
+    assert choice.before_ms == pytest.approx(whole.chosen.total_ms, rel=1e-6)
+    taken = [entry.used_bytes[3] for one in (report, whole) for entry in one.memory if entry.kind == "HBM"]
+    assert taken[0] - taken[1] == memory_bytes
+
+
+def test_the_budget_bounds_the_memory_of_each_rank() -> None:
+    for budget_bytes in (1000, 2000):
+        choice = _choice(_planned(hot_rows_bytes=budget_bytes)[1])
+        assert budget_bytes - 2 * (DIM * 4 + 4) < choice.hot_rows * (DIM * 4 + 4) <= budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("exponent", "dedup", "told"),
+    [
+        (None, False, "no statistics tell which rows are hot"),
+        (0.0, False, "they would not lower the predicted cost of a step by 2%"),
+        (1.2, True, "they would not lower the predicted cost of a step by 2%"),
+    ],
+)
+def test_tables_stay_whole_where_hot_rows_gain_nothing(exponent: float | None, dedup: bool, told: str) -> None:
+    """Statistics are lacking, all rows are read alike, or index dedup sends each row once already."""
+    plan, planner = _planned(exponent, dedup)
+    assert not [*hot_rows_of(plan)] and not _choice(planner).hot_rows
+    assert f"no hot rows: {told}" in [note.text for note in planner.report().notes]
+
+
+def test_other_lookups_have_the_statistics_of_batches_without_hot_rows() -> None:
+    known = _statistics()[FEATURES[0]]
+    assert known.hot is not None
+    ids = torch.tensor([row for row, reads in zip(known.hot.ids, known.hot.reads, strict=True) if reads >= 2])
+    left = []
+    for batch in zipf_batches(1.2, ROWS, SAMPLES, LOOKUPS, 8):
+        of_f0 = batch[FEATURES[0]].values()
+        cold = of_f0[~torch.isin(of_f0, ids)]
+        lengths = torch.tensor([len(cold), *[0] * (SAMPLES - 1)])
+        left.append(KeyedJaggedTensor([FEATURES[0]], cold, lengths=lengths))
+    counted, computed = TableStatistics.from_batches(left)[FEATURES[0]], without_rows(known, ids)
+    assert computed.pooling_factor == pytest.approx(counted.pooling_factor, rel=1e-4)
+    assert computed.distinct_rows == pytest.approx(counted.distinct_rows, rel=0.03)
+    assert computed.reuse_histogram == pytest.approx(counted.reuse_histogram, abs=0.03)
+    assert computed.ids is not None and counted.ids is not None
+    assert computed.ids.shares(0, ROWS // 2) == pytest.approx(counted.ids.shares(0, ROWS // 2), abs=0.02)
+
+
+def test_index_dedup_is_advised_with_its_gain() -> None:
+    planners = {dedup: _planned(1.2, dedup)[1] for dedup in (False, True)}
+    figures = {
+        dedup: [note.figures for note in planner.report().notes if note.code == "index_dedup"]
+        for dedup, planner in planners.items()
+    }
+    assert not figures[True]
+    (advised,) = figures[False]
+    assert advised["before_ms"] == pytest.approx(_choice(planners[False]).before_ms)
+    # A planner whose sharder dedups ids counts all but the time to find repeated lookups.
+    told_ms = planners[True].report().chosen.total_ms
+    assert told_ms < advised["dedup_ms"] < 1.5 * told_ms
+
+
+def test_tables_whose_batches_vary_have_no_hot_rows() -> None:
+    """Their replicas would refuse the first batch."""
+    half = {"t1": ParameterConstraints(batch_sizes=[SAMPLES // 2])}
+    _, planner = _planned.__wrapped__(constraints=half)
+    assert not _choice(planner).hot_rows
+
+
+@pytest.mark.parametrize("given", [-1, 1.5, True])
+def test_impossible_budgets_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=f"hot_rows_bytes must be a whole number from 0, got {given}"):
+        _planned(None, hot_rows_bytes=given)
 
 
 @pytest.fixture(scope="module")
-def planner() -> DreamShardPlanner:
-    made = _planner(statistics=_statistics())
-    assert len(_planned(made)) == 2
-    return made
-
-
-@pytest.fixture(scope="module")
-def path(planner: DreamShardPlanner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hot") / "plan.json"
-    planner.save_plan(path)
+    _planned()[1].save_plan(path)
     return path
 
 
-def test_a_loaded_plan_has_the_hot_rows_of_its_file(planner: DreamShardPlanner, path: Path) -> None:
-    saved, loading = SavedPlan.load(path), _planner(plan_loader=JsonPlanLoader(path), statistics=_statistics())
+def test_a_loaded_plan_has_the_hot_rows_of_its_file(path: Path) -> None:
+    saved, planner = SavedPlan.load(path), _planned()[1]
     assert saved == planner.saved_plan(name="plan.json")
-    hot = _planned(loading)
-    assert {name: tuple(rows.ids.tolist()) for name, rows in hot.items()} == {
+    plan, loading = _planned(plan_loader=JsonPlanLoader(path))
+    assert {name: tuple(rows.ids.tolist()) for name, rows in hot_rows_of(plan)} == {
         name: table.hot_rows for name, table in saved.tables()
     }
     assert loading.report().chosen.total_ms == pytest.approx(planner.report().chosen.total_ms, rel=1e-6)
@@ -74,9 +166,8 @@ def test_a_loaded_plan_has_the_hot_rows_of_its_file(planner: DreamShardPlanner, 
 
 
 def test_a_file_of_another_vocabulary_is_refused(path: Path) -> None:
-    loading = _planner(plan_loader=JsonPlanLoader(path), statistics=_statistics(), vocabulary="december")
     with pytest.raises(PlannerError, match="hot rows of vocabulary 'november', this job has 'december'. Plan again"):
-        _planned(loading)
+        _planned(plan_loader=JsonPlanLoader(path), vocabulary="december")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +186,8 @@ def test_damaged_files_are_refused(path: Path, tmp_path: Path, changed: dict[str
         SavedPlan.load(tmp_path / "plan.json")
 
 
-def test_replan_proposes_the_hot_rows_of_drifted_data_when_they_pay(planner: DreamShardPlanner, path: Path) -> None:
-    saved, drifted = SavedPlan.load(path), _statistics(shift=777)
+def test_replan_proposes_the_hot_rows_of_drifted_data_when_they_pay(path: Path) -> None:
+    saved, planner, drifted = SavedPlan.load(path), _planned()[1], _statistics(shift=777)
     found = planner.replan(saved, steps=10**9, statistics=drifted)
     assert not found.stays and found.chosen.bytes_moved == 0 and found.chosen.step_ms < 0.8 * found.now.step_ms
     before, after = (dict(plan.tables()) for plan in (saved, found.plan))
@@ -110,6 +201,16 @@ def test_replan_proposes_the_hot_rows_of_drifted_data_when_they_pay(planner: Dre
         assert f"{len(after[change.table].hot_rows):,} hot rows" in change.after
     assert planner.replan(saved, steps=10, statistics=drifted).stays  # a restart takes longer than it gains
     assert planner.replan(saved, steps=10**9, statistics=_statistics()).stays
+
+
+TABLE = {
+    "num_embeddings": ROWS,
+    "embedding_dim": DIM,
+    "pooling": "none",
+    "optimizer": "rowwise_adagrad",
+    "sharding_types": ["row_wise"],
+}
+"""Entry of a table list. Small tables would send even less if they were data-parallel."""
 
 
 def test_commands_plan_show_vary_and_replan_hot_rows(tmp_path: Path) -> None:

@@ -32,8 +32,6 @@ FEATURES = ("place", "bought", "extra", "visited", "seen")
 
 
 class Model(TopLayer):
-    """Mean of each sequence into one linear layer."""
-
     def __init__(self, training: Training) -> None:
         super().__init__(DIM * 4)
         kind = DataType.FP16 if training.half else DataType.FP32
@@ -105,6 +103,5 @@ def sharded(training: Training, rank: Rank, hot: dict[str, Tensor] | None) -> Di
 
 
 def evaluate(model: DistributedModelParallel, rank: Rank) -> list[float]:
-    """Logits without gradients."""
     with torch.no_grad():
         return [logit for batch in batches(rank, 50, 2) for logit in model(batch)[1].tolist()]

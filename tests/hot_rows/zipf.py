@@ -14,7 +14,6 @@ FEATURES = ("t0_f0", "t1_f0")
 
 
 def sequence_model(rows: int, dim: int) -> nn.Module:
-    """One table for each feature, with row-wise Adagrad."""
     model = nn.ModuleDict({"ec": sequences(table("t0", rows, dim), table("t1", rows, dim))})
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1, "eps": 1e-3})
     return model
