@@ -6,24 +6,26 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from ranks import gpu_ranks, run_on_ranks
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def _launch(backend: str, least: int) -> Callable[..., list[Any]]:
+    ranks = gpu_ranks() if backend == "nccl" else 2
+    if ranks < least:
+        pytest.skip(f"NCCL ranks need a GPU each and at least two; this machine has {ranks}")
+    return partial(run_on_ranks, world_size=ranks, backend=backend)
+
+
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def launch(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``launch(function, *args)`` runs ``function(Rank, *args)`` on all ranks; ``world_size=`` asks for fewer."""
-    if request.param == "gloo":
-        return partial(run_on_ranks, world_size=2, backend="gloo")
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        pytest.skip(f"NCCL ranks need a GPU each and at least two; this machine has {gpus}")
-    return partial(run_on_ranks, world_size=gpus, backend="nccl")
+    return _launch(request.param, 2)
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=BACKENDS)
 def launch_any(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """Launch on two gloo ranks, or on all GPUs, also a single one."""
-    if request.param == "gloo":
-        return partial(run_on_ranks, world_size=2, backend="gloo")
-    return partial(run_on_ranks, world_size=gpu_ranks(), backend="nccl")
+    return _launch(request.param, 1)

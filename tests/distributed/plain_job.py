@@ -1,6 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A TorchRec job that knows nothing of this package: trains on 2 gloo ranks, saves into a folder with plain DCP, and
-beside it what whole tables hold: ``python plain_job.py FOLDER``."""
+"""A TorchRec job that knows nothing of this package: trains on 2 gloo ranks, and saves into a folder with plain DCP:
+``python plain_job.py FOLDER``."""
 
 import os
 import sys
@@ -45,23 +45,6 @@ def main(rank: int, folder: str) -> None:
     (sharded.module["ebc"](batch).values() * torch.arange(2.0 * DIM)).sum().backward()
     state = {"model": sharded.state_dict(), "optimizer": sharded.fused_optimizer.state_dict()}
     dcp.save(state, checkpoint_id=folder)
-
-    mine = []
-    for parameter, states in state["optimizer"]["state"].items():
-        for shard in states[f"{parameter.split('.')[-2]}.momentum1"].local_shards():
-            mine.append((parameter, shard.tensor.clone(), len(plan[parameter.split(".")[-2]].sharding_spec.shards)))
-    shards = [(key, shard) for key, weight in state["model"].items() for shard in weight.local_shards()]
-    weights = [(key, shard.metadata.shard_offsets, shard.tensor.detach().clone()) for key, shard in shards]
-    gathered = [None, None]
-    dist.all_gather_object(gathered, (mine, weights))
-    whole = {key: {"weight": torch.zeros(ROWS, DIM), "momentum1": torch.zeros(ROWS)} for key in state["model"]}
-    for states, parts in gathered:
-        for key, momentum, slices in states:
-            whole[key]["momentum1"] += momentum / slices
-        for key, (row, column), part in parts:
-            whole[key]["weight"][row : row + part.shape[0], column : column + part.shape[1]] = part
-    if rank == 0:
-        torch.save(whole, f"{folder}.pt")
     dist.barrier()
 
 

@@ -7,7 +7,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from dlrm.job import EveryTypeSharder
 from dreamshard_planner import CheckpointError, DreamShardPlanner, load_across_plans
+from tests.faults import ended, start
 from tests.ways import saved_state
 
 DIM = 16
@@ -57,31 +57,6 @@ def turned(turn: int, optimizer: str, ranks: int = 2, **settings: Any) -> Moving
     return Moving(TABLES, plan, optimizer, hosts=3 if ranks == 3 else 2, ranks=ranks, **settings)
 
 
-def _unmoved(rank: Rank, folder: Path) -> list[Result]:
-    return [train_and_save(rank, turned(0, name, rank.world_size), folder / name, plain=False) for name in OPTIMIZERS]
-
-
-def _turns(rank: Rank, folder: Path, turns: Mapping[str, Sequence[int]]) -> dict[str, list[Result]]:
-    return {
-        name: [load_and_train(rank, turned(turn, name, rank.world_size), folder / name) for turn in of_optimizer]
-        for name, of_optimizer in turns.items()
-    }
-
-
-@pytest.mark.parametrize(("was", "now"), [(2, 2), (2, 3), (4, 2)])
-def test_every_sharding_type_to_every_other(was: int, now: int, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """On as many ranks as before, row-wise states go every way; of the simpler ones, fewer ways are tried."""
-    few = pytestconfig.getoption("turns")
-    turns = {name: range(len(POOLED))[-few:] for name in OPTIMIZERS}
-    if was == now:
-        turns = {"sgd": [8], "adagrad": [4], "row_wise_adagrad": range(9)}
-    unmoved = run_on_ranks(_unmoved, tmp_path, world_size=was)[0]
-    moved = run_on_ranks(_turns, tmp_path, turns, world_size=now)[0]
-    for optimizer, before in zip(OPTIMIZERS, unmoved, strict=True):
-        for turn, after in zip(turns[optimizer], moved[optimizer], strict=True):
-            check(after, turned(turn, optimizer, now), before, turned(0, optimizer, was))
-
-
 ATTACHED, DTENSORS = {"attached": True}, {"dtensors": True}
 SETTINGS: tuple[tuple[str, dict[str, bool], tuple[tuple[int, dict[str, bool]], ...]], ...] = (
     ("adagrad", ATTACHED, ((4, ATTACHED), (0, {}))),
@@ -104,14 +79,6 @@ def _settings(rank: Rank, folder: Path) -> list[list[Result]]:
     return results
 
 
-def test_attached_replicas_and_dtensors_move_like_all_else(tmp_path: Path) -> None:
-    """Also from one to the other: to replicas that the script's own optimizer trains, and to sharded tensors."""
-    results = run_on_ranks(_settings, tmp_path, world_size=2)[0]
-    for (optimizer, _, others), (unmoved, *moved) in zip(SETTINGS, results, strict=True):
-        for (turn, _), result in zip(others, moved, strict=True):
-            check(result, turned(turn, optimizer), unmoved, turned(0, optimizer))
-
-
 def _refused(state: dict[str, Any], folder: Path) -> str:
     with pytest.raises(CheckpointError) as refused:
         load_across_plans(state, folder)
@@ -131,15 +98,57 @@ def _learning_rates(rank: Rank, folder: Path) -> tuple[str, list[float], str]:
     return told, [group["lr"] for group in after.optimizer.param_groups], _refused(state, folder / "numbered")
 
 
-def test_learning_rates_go_with_their_tables(tmp_path: Path) -> None:
-    told, rates, numbered = run_on_ranks(_learning_rates, tmp_path, world_size=2)[0]
+def _job(rank: Rank, folder: Path, few: int) -> dict[Any, Any]:
+    """All that so many ranks train: without a move, and from what 2 or 4 of them saved. On as many ranks as before,
+    row-wise states go every way; of the simpler ones, fewer ways are tried."""
+    ranks, found = rank.world_size, {}
+    if ranks != 3:
+        found["unmoved"] = {
+            name: train_and_save(rank, turned(0, name, ranks), folder / f"{ranks} {name}", plain=False)
+            for name in OPTIMIZERS
+        }
+    for was in {4: (), 2: (2, 4), 3: (2,)}[ranks]:
+        turns = {name: range(len(POOLED))[-few:] for name in OPTIMIZERS}
+        if was == ranks:
+            turns = {"sgd": [8], "adagrad": [4], "row_wise_adagrad": range(9)}
+        found[was] = {
+            (name, turn): load_and_train(rank, turned(turn, name, ranks), folder / f"{was} {name}")
+            for name in OPTIMIZERS
+            for turn in turns[name]
+        }
+    if ranks == 2:
+        found |= {"settings": _settings(rank, folder), "learning rates": _learning_rates(rank, folder)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[int, dict[Any, Any]]:
+    given = tmp_path_factory.mktemp("moved"), pytestconfig.getoption("turns")
+    return {ranks: run_on_ranks(_job, *given, world_size=ranks)[0] for ranks in (4, 2, 3)}
+
+
+@pytest.mark.parametrize(("was", "now"), [(2, 2), (2, 3), (4, 2)])
+def test_every_sharding_type_to_every_other(was: int, now: int, found: dict[int, dict[Any, Any]]) -> None:
+    assert {optimizer for optimizer, _ in found[now][was]} == set(OPTIMIZERS)
+    for (optimizer, turn), after in found[now][was].items():
+        check(after, turned(turn, optimizer, now), found[was]["unmoved"][optimizer], turned(0, optimizer, was))
+
+
+def test_attached_replicas_and_dtensors_move_like_all_else(found: dict[int, dict[Any, Any]]) -> None:
+    """Also from one to the other: to replicas that the script's own optimizer trains, and to sharded tensors."""
+    for (optimizer, _, others), (unmoved, *moved) in zip(SETTINGS, found[2]["settings"], strict=True):
+        for (turn, _), result in zip(others, moved, strict=True):
+            check(result, turned(turn, optimizer), unmoved, turned(0, optimizer))
+
+
+def test_learning_rates_go_with_their_tables(found: dict[int, dict[Any, Any]]) -> None:
+    told, rates, numbered = found[2]["learning rates"]
     assert rates and set(rates) == {0.25}
     assert "learning rate of" in told and "save_param_groups(False)" in told
     assert "by number" in numbered and "KeyedOptimizerWrapper" in numbered
 
 
 MATRIX = Path(__file__).parents[2] / ".matrix"
-"""Other releases of TorchRec, a folder each, where there are any."""
 
 
 def _under_our_plan(rank: Rank, folder: Path) -> tuple[dict[str, str], list[Any], list[Any]]:
@@ -165,16 +174,26 @@ def _under_our_plan(rank: Rank, folder: Path) -> tuple[dict[str, str], list[Any]
 def test_checkpoints_of_jobs_without_this_package(release: str, tmp_path: Path) -> None:
     if release != "installed" and not (MATRIX / release).is_dir():
         pytest.skip(f"no TorchRec {release} in {MATRIX}")
-    paths = [str(MATRIX / release)] if release != "installed" else []
-    command = [sys.executable, str(Path(__file__).with_name("plain_job.py")), str(tmp_path / "saved")]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
-    whole = torch.load(tmp_path / "saved.pt", weights_only=True)
-    assert all(states["momentum1"].any() for states in whole.values())
-    for kinds, weights, sums in run_on_ranks(_under_our_plan, tmp_path / "saved", world_size=2):
-        assert kinds == {"cut": "row_wise", "whole": "column_wise"} and weights and sums
-        for key, (row, column), part in weights:
-            own = whole[key]["weight"][row : row + len(part), column : column + part.shape[1]]
+    saved = tmp_path / "saved"
+    if release == "installed":
+        assert ended(*(start(plain_job.main, rank, str(saved)) for rank in range(2))) == [0, 0]
+    else:
+        command, paths = [sys.executable, str(Path(__file__).with_name("plain_job.py")), str(saved)], MATRIX / release
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(paths)})
+    rows, slices = plain_job.ROWS, {"cut": 2, "whole": 1}
+    weights = {key: torch.zeros(rows, plain_job.DIM) for key in map("ebc.embedding_bags.{}.weight".format, slices)}
+    sums = {
+        key: {f"{name}.momentum1": torch.zeros(count * rows)}
+        for key, (name, count) in zip(weights, slices.items(), strict=True)
+    }
+    dcp.load({"model": weights, "optimizer": {"state": sums}}, checkpoint_id=saved, no_dist=True)
+    for kinds, loaded_weights, loaded_sums in run_on_ranks(_under_our_plan, saved, world_size=2):
+        assert kinds == {"cut": "row_wise", "whole": "column_wise"} and loaded_weights and loaded_sums
+        for key, (row, column), part in loaded_weights:
+            own = weights[key][row : row + len(part), column : column + part.shape[1]]
             torch.testing.assert_close(part, own, rtol=0, atol=0)
-        for key, (start,), part in sums:  # of one slice of columns after the other
-            own = whole[key]["momentum1"][start % plain_job.ROWS :][: len(part)]
-            torch.testing.assert_close(part, own)
+        for key, (row,), part in loaded_sums:  # of one slice of columns after the other
+            (whole,) = sums[key].values()
+            own = whole.view(-1, rows).mean(0)
+            assert own.any()
+            torch.testing.assert_close(part, own[row % rows :][: len(part)])

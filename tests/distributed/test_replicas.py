@@ -30,7 +30,6 @@ REPLICATED = [name for name in NAMES if name != "t1"]
 """Tables that are replicated; one beside them is always whole."""
 STEPS = 6
 SHARES = {2: (7, 5), 4: (4, 3, 3, 2)}
-"""Samples of each rank, by the number of ranks."""
 
 RULES = {
     "sgd": (SGD, {"lr": 0.2}),
@@ -41,7 +40,7 @@ RULES = {
     "row-wise adagrad, eps of FBGEMM": (RowWiseAdagrad, {"lr": 0.2}),
 }
 WAYS = (
-    "fused", "dense", "combined", "schedule", "warm-up", "clipping", "accumulation", "pipeline", "everything", "ahead",
+    "fused", "dense", "schedule", "warm-up", "clipping", "accumulation", "pipeline", "everything", "ahead",
     "twice", "ids without rows",
 )  # fmt: skip
 TRAININGS = {
@@ -53,18 +52,13 @@ TRAININGS = {
 }
 
 
-ON_FOUR = ("adagrad", "row-wise adagrad", "way: accumulation", "way: pipeline", "summed gradients, twice")
-"""Tried on four ranks as well."""
+ON_FOUR = ("row-wise adagrad", "way: pipeline", "summed gradients, twice")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Results of a training."""
-
     losses: list[float]
-    """This rank's."""
     weights: dict[str, Tensor]
-    """Weights of the tables on this rank."""
     states: dict[str, Tensor]
     """States of the fused optimizer on this rank."""
     dense: set[str]
@@ -72,7 +66,6 @@ class Trained:
 
     @staticmethod
     def of(model: TorchRecsDistributedModelParallel, losses: list[float]) -> "Trained":
-        """Return a rank's part of a model."""
         weights = {name: part.cpu().clone() for name, _, shards in local_shards(model) for _, part in shards}
         dense = {name for name, _ in in_backward_optimizer_filter(model.named_parameters())}
         return Trained(losses, weights, local(states_of(model)), dense)
@@ -83,7 +76,6 @@ def tiny_model(training: Training) -> TinyModel:
 
 
 def sharded(training: Training, kind: str, rank: Rank) -> TorchRecsDistributedModelParallel:
-    """On a plan with the tables of this kind."""
     constraints = {
         name: ParameterConstraints(sharding_types=[its], compute_kernels=["dense" if its == DP else "fused"])
         for name, its in ((name, kind if name in REPLICATED else TW) for name in NAMES)
@@ -108,7 +100,6 @@ def given(training: Training, rank: Rank, steps: range = range(STEPS)) -> Iterat
 
 
 def train_each(rank: Rank, trainings: Mapping[str, Training]) -> dict[str, dict[str, Trained]]:
-    """Every training under whole and replicated tables."""
     results: dict[str, dict[str, Trained]] = {}
     for name, training in trainings.items():
         for kind in (TW, DP):
@@ -118,55 +109,16 @@ def train_each(rank: Rank, trainings: Mapping[str, Training]) -> dict[str, dict[
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 4, pytest.param("GPUs", marks=pytest.mark.gpu)])
-def trained(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Trained]]]:
-    """By rank, training and sharding type."""
-    if request.param == "GPUs":
-        return run_on_ranks(train_each, TRAININGS, world_size=gpu_ranks(), backend="nccl")
-    trainings = {name: training for name, training in TRAININGS.items() if request.param == 2 or name in ON_FOUR}
-    return run_on_ranks(train_each, trainings, world_size=request.param)
-
-
-def of_all_ranks(trained: list[dict[str, dict[str, Trained]]], name: str, kind: str) -> Trained:
-    """Losses of all, and every table."""
-    every = [of_rank[name][kind] for of_rank in trained]
-    weights = {table: weight for one in every for table, weight in one.weights.items()}
-    states = {name: state for one in every for name, state in one.states.items()}
-    return Trained([loss for one in every for loss in one.losses], weights, states, every[0].dense)
-
-
-def test_replicas_train_as_whole_tables(trained: list[dict[str, dict[str, Trained]]]) -> None:
-    """Weights, losses, and states, which are named and shaped as those of fused tables."""
-    for name in trained[0]:
-        whole, replicated = of_all_ranks(trained, name, TW), of_all_ranks(trained, name, DP)
-        assert len(whole.losses) == STEPS * len(trained), name
-        assert replicated.losses == pytest.approx(whole.losses, rel=1e-5), name
-        assert whole.weights.keys() == replicated.weights.keys() == set(NAMES)
-        named = partial("{}: {}".format, name)
-        for table, weight in whole.weights.items():
-            torch.testing.assert_close(replicated.weights[table], weight, rtol=1e-5, atol=1e-6, msg=named)
-        for of_rank in trained:
-            for table in REPLICATED:
-                assert torch.equal(of_rank[name][DP].weights[table], replicated.weights[table]), (name, table)
-            # Tables are not the script's to train.
-            assert of_rank[name][DP].dense == of_rank[name][TW].dense == {"top.weight", "top.bias"}, name
-        if name in RULES:
-            torch.testing.assert_close(replicated.states, whole.states, rtol=1e-4, atol=1e-8, msg=named)
-            assert ("sgd" in name) == (not whole.states), name
-
-
-def _resumed(rank: Rank, first: str, folder: str) -> tuple[Trained, Trained]:
-    """Replicated throughout; and saved under ``first`` half way, loaded into replicas that knew nothing of it."""
+def _resumed(rank: Rank, first: str, folder: str) -> Trained:
+    """Saved under ``first`` half way, and loaded into replicas that knew nothing of it."""
     training, halves = TRAININGS["row-wise adagrad"], (range(STEPS // 2), range(STEPS // 2, STEPS))
-    through, before, after = (sharded(training, kind, rank) for kind in (DP, first, DP))
-    losses = train(training, through, given(training, rank))
-    half = train(training, before, given(training, rank, halves[0]))
+    before, after = (sharded(training, kind, rank) for kind in (first, DP))
+    losses = train(training, before, given(training, rank, halves[0]))
     dcp.save(saved_state(before), checkpoint_id=folder)
     dcp.load(loaded := saved_state(after), checkpoint_id=folder)
     after.load_state_dict(loaded["model"])
     after.fused_optimizer.load_state_dict(loaded["optimizer"])
-    half += train(training, after, given(training, rank, halves[1]))
-    return Trained.of(through, losses), Trained.of(after, half)
+    return Trained.of(after, losses + train(training, after, given(training, rank, halves[1])))
 
 
 def _all_reduces(rank: Rank) -> int:
@@ -204,8 +156,8 @@ def _batches_of_several_sizes(rank: Rank) -> str:
 
 
 def _job(rank: Rank, folder: str) -> dict[str, Any]:
-    """All that two ranks are asked beside whole trainings."""
     return {
+        "trained": train_each(rank, TRAININGS),
         "resumed": [_resumed(rank, first, f"{folder}/{first}") for first in (DP, TW)],
         "all reduces": _all_reduces(rank),
         "planned": _planned_replicas(rank),
@@ -219,11 +171,46 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_on_ranks(_job, str(tmp_path_factory.mktemp("replicas")), world_size=2)
 
 
+@pytest.fixture(scope="module", params=[2, 4, pytest.param("GPUs", marks=pytest.mark.gpu)])
+def trained(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Trained]]]:
+    if request.param == "GPUs":
+        return run_on_ranks(train_each, TRAININGS, world_size=gpu_ranks(), backend="nccl")
+    if request.param == 2:
+        return [of_rank["trained"] for of_rank in request.getfixturevalue("found")]
+    return run_on_ranks(train_each, {name: TRAININGS[name] for name in ON_FOUR}, world_size=4)
+
+
+def of_all_ranks(trained: list[dict[str, dict[str, Trained]]], name: str, kind: str) -> Trained:
+    every = [of_rank[name][kind] for of_rank in trained]
+    weights = {table: weight for one in every for table, weight in one.weights.items()}
+    states = {name: state for one in every for name, state in one.states.items()}
+    return Trained([loss for one in every for loss in one.losses], weights, states, every[0].dense)
+
+
+def test_replicas_train_as_whole_tables(trained: list[dict[str, dict[str, Trained]]]) -> None:
+    """Weights, losses, and states, which are named and shaped as those of fused tables."""
+    for name in trained[0]:
+        whole, replicated = of_all_ranks(trained, name, TW), of_all_ranks(trained, name, DP)
+        assert len(whole.losses) == STEPS * len(trained), name
+        assert replicated.losses == pytest.approx(whole.losses, rel=1e-5), name
+        assert whole.weights.keys() == replicated.weights.keys() == set(NAMES)
+        named = partial("{}: {}".format, name)
+        for table, weight in whole.weights.items():
+            torch.testing.assert_close(replicated.weights[table], weight, rtol=1e-5, atol=1e-6, msg=named)
+        for of_rank in trained:
+            for table in REPLICATED:
+                assert torch.equal(of_rank[name][DP].weights[table], replicated.weights[table]), (name, table)
+            # Tables are not the script's to train.
+            assert of_rank[name][DP].dense == of_rank[name][TW].dense == {"top.weight", "top.bias"}, name
+        if name in RULES:
+            torch.testing.assert_close(replicated.states, whole.states, rtol=1e-4, atol=1e-8, msg=named)
+            assert ("sgd" in name) == (not whole.states), name
+
+
 def test_training_resumes_from_a_checkpoint(found: list[dict[str, Any]]) -> None:
-    """Also from one of whole tables."""
     for of_rank in found:
-        for through, resumed in of_rank["resumed"]:
-            for table, weight in through.weights.items():
+        for resumed in of_rank["resumed"]:
+            for table, weight in of_rank["trained"]["row-wise adagrad"][DP].weights.items():
                 torch.testing.assert_close(resumed.weights[table], weight, rtol=1e-5, atol=1e-6)
 
 

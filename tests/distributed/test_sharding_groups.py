@@ -52,8 +52,6 @@ CONSTRAINTS = {name: ParameterConstraints(sharding_types=[kind], min_partition=3
 
 
 class Model(nn.Module):
-    """Four tables, each split another way."""
-
     def __init__(self, device: str) -> None:
         super().__init__()
         tables = [EmbeddingBagConfig(100 + i, 64, f"t{i}", feature_names=[f"f{i}"]) for i in range(4)]
@@ -99,7 +97,6 @@ def _averaging(group: list[dist.ProcessGroup]):
 def _sharded(
     rank: Rank, planner: DreamShardPlanner, groups: ShardingGroups, replicas: list[dist.ProcessGroup]
 ) -> OnCpus:
-    """The model under the planner's plan, in groups."""
     _allow_cpus()
     plan = planner.collective_plan(Model("meta"), [EveryTypeSharder()], dist.group.WORLD)
     torch.manual_seed(0)
@@ -174,25 +171,6 @@ def _train(rank: Rank, consecutive: bool, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("consecutive", [False, True])
-def test_replicas_of_a_planned_group_are_averaged(consecutive: bool, tmp_path: Path) -> None:
-    ranks = run_on_ranks(_train, consecutive, tmp_path / "saved", world_size=4)
-    assert all(one["moves"] for one in ranks)
-    assert all(one["kinds"] == TYPES for one in ranks)
-    assert [one["replicas"] for one in ranks] == (
-        [[0, 2], [1, 3], [0, 2], [1, 3]] if consecutive else [[0, 1], [0, 1], [2, 3], [2, 3]]
-    )
-    for one in ranks:
-        replicas = [ranks[other] for other in one["replicas"]]
-        assert one["before"]
-        for index, mean in enumerate(one["after"]):
-            alike = [other["before"][index] for other in replicas]
-            assert not torch.equal(*alike)
-            torch.testing.assert_close(mean, sum(alike) / 2)
-    (told,) = [note.figures for note in ranks[0]["synced_bytes"] if "sync_bytes" in note.figures]
-    assert told["sync_bytes"] == max(one["bytes"] for one in ranks)
-
-
 def _replicate(rank: Rank) -> dict[str, Any]:
     """A step with one table replicated on all ranks, its optimizer attached."""
     warnings.simplefilter("ignore")
@@ -215,9 +193,39 @@ def _replicate(rank: Rank) -> dict[str, Any]:
     return {"attached": attached, "before": before, "after": table.detach().clone(), "lookups": counts}
 
 
-def test_replicated_tables_are_trained_by_the_ranks_of_all_groups() -> None:
+def _job(rank: Rank, folder: Path) -> dict[str, dict[str, Any]]:
+    found = {f"consecutive: {given}": _train(rank, given, folder / str(given)) for given in (False, True)}
+    return found | {"replicated": _replicate(rank)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank."""
+    return run_on_ranks(_job, tmp_path_factory.mktemp("groups"), world_size=4)
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_replicas_of_a_planned_group_are_averaged(consecutive: bool, found: list[dict[str, Any]]) -> None:
+    ranks = [of_rank[f"consecutive: {consecutive}"] for of_rank in found]
+    assert all(one["moves"] for one in ranks)
+    assert all(one["kinds"] == TYPES for one in ranks)
+    assert [one["replicas"] for one in ranks] == (
+        [[0, 2], [1, 3], [0, 2], [1, 3]] if consecutive else [[0, 1], [0, 1], [2, 3], [2, 3]]
+    )
+    for one in ranks:
+        replicas = [ranks[other] for other in one["replicas"]]
+        assert one["before"]
+        for index, mean in enumerate(one["after"]):
+            alike = [other["before"][index] for other in replicas]
+            assert not torch.equal(*alike)
+            torch.testing.assert_close(mean, sum(alike) / 2)
+    (told,) = [note.figures for note in ranks[0]["synced_bytes"] if "sync_bytes" in note.figures]
+    assert told["sync_bytes"] == max(one["bytes"] for one in ranks)
+
+
+def test_replicated_tables_are_trained_by_the_ranks_of_all_groups(found: list[dict[str, Any]]) -> None:
     """Their gradients are averaged over all four ranks at once, which is what the plan counts, not over a group's."""
-    ranks = run_on_ranks(_replicate, world_size=4)
+    ranks = [of_rank["replicated"] for of_rank in found]
     for one in ranks:
         assert one["attached"] == ("bags.embedding_bags.t3.weight",)
         torch.testing.assert_close(one["before"], ranks[0]["before"])

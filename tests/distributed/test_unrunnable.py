@@ -52,8 +52,6 @@ def sharders(quantized: bool) -> list[EmbeddingBagCollectionSharder]:
 
 
 def _run(rank: Rank, halves: tuple[bool, ...], ranks: tuple[int, ...], quantized: bool = False) -> torch.dtype:
-    """Return the module's outputs."""
-
     def moved(plan: list[ShardingOption]) -> list[ShardingOption]:
         for option in plan:
             option.shards[0].rank = ranks[int(option.name[1:])]
@@ -87,14 +85,11 @@ def test_plans_are_refused_that_torchrec_cannot_run(name: str) -> None:
     assert all(word in str(refused.value) for word in ("table_wise", "'t0' float16", "float32 by rank"))
 
 
-def _job(rank: Rank) -> tuple[list[torch.dtype], torch.dtype, bool]:
-    return [_run(rank, halves, ranks) for halves, ranks, _ in RUNS.values()], _run(rank, *EACH, True), _trained(rank)
-
-
-def test_what_is_planned_runs() -> None:
+def test_what_is_planned_runs(told: list[dict[str, Any]]) -> None:
     """Outputs that are quantized before they are sent have one type."""
-    for found, quantized, finite in run_on_ranks(_job, world_size=2):
-        assert found == [expected for *_, expected in RUNS.values()] and quantized == torch.float32 and finite
+    for of_rank in told:
+        assert {name: of_rank[name] for name in RUNS} == {name: expected for name, (*_, expected) in RUNS.items()}
+        assert of_rank["quantized"] == torch.float32 and of_rank["finite"]
     for halves, ranks, _ in RUNS.values():
         _plan(halves, ranks)
     _plan(*EACH, quantized=True)
@@ -156,7 +151,6 @@ CASES: dict[str, tuple[str, ParameterConstraints, str]] = {
     "slices": ("sum", ParameterConstraints(sharding_types=[CW], min_partition=4), SLICES_OF_BAGS.text),
     "means": ("mean", ParameterConstraints(sharding_types=[DP]), BAGS_OF_MEANS.text),
 }
-"""Mode, constraint, and why not."""
 
 
 class Bag(nn.Module):
@@ -195,19 +189,21 @@ def _run_bag(rank: Rank, kind: type[EmbeddingShardingPlanner], mode: str, given:
     return plan.plan["bag"]["weight"].sharding_type
 
 
-def _all(rank: Rank) -> dict[str, str]:
-    found = {name: _run_bag(rank, EmbeddingShardingPlanner, mode, given) for name, (mode, given, _) in CASES.items()}
-    return found | {"ours": _run_bag(rank, DreamShardPlanner, "sum", None)}
+def _all(rank: Rank) -> dict[str, Any]:
+    bags = {name: _run_bag(rank, EmbeddingShardingPlanner, mode, given) for name, (mode, given, _) in CASES.items()}
+    outputs = {name: _run(rank, halves, ranks) for name, (halves, ranks, _) in RUNS.items()}
+    ours = _run_bag(rank, DreamShardPlanner, "sum", None)
+    return bags | outputs | {"ours": ours, "quantized": _run(rank, *EACH, True), "finite": _trained(rank)}
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, str]]:
-    """By rank: its error or sharding type in each case, and for our plan."""
+def told() -> list[dict[str, Any]]:
+    """By rank: its error or sharding type in each case of bags, and outputs of collections."""
     return run_on_ranks(_all, world_size=2)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_torchrec_cannot_run_is_refused(name: str, told: list[dict[str, str]]) -> None:
+def test_what_torchrec_cannot_run_is_refused(name: str, told: list[dict[str, Any]]) -> None:
     mode, given, reason = CASES[name]
     assert all("Error" in of_rank[name] for of_rank in told)
     with pytest.raises(PlannerError) as refused:
@@ -215,7 +211,7 @@ def test_what_torchrec_cannot_run_is_refused(name: str, told: list[dict[str, str
     assert reason in str(refused.value) and "'bag.weight'" in str(refused.value)
 
 
-def test_one_slice_is_the_whole_bag(told: list[dict[str, str]]) -> None:
+def test_one_slice_is_the_whole_bag(told: list[dict[str, Any]]) -> None:
     assert [of_rank["ours"] for of_rank in told] == [CW, CW]
     hot = ParameterConstraints(pooling_factors=[500.0])  # worth halving
     made = bag_planner(DreamShardPlanner, hot)
