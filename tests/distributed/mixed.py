@@ -1,16 +1,15 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Models of several modules whose tables are sharded each in its own way, and their training, on several ranks or one.
 
-Shape letters: B batch (a rank's share), E all embedding dims.
+Shape letters: B batch (a rank's share).
 """
 
-import copy
 import itertools
 import os
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,9 +35,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm.job import EveryTypeSharder
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
+from tests.ways import TopLayer
 
 SAMPLES = 16
-"""Samples of a global batch."""
 MAX_LENGTH = 4
 """Lookups per sample and feature: from none to these."""
 STEPS = 4
@@ -69,7 +68,6 @@ class Case:
             any other an EmbeddingBagCollection, with weighted lookups where it starts with ``weighted``. Where it
             starts with ``carried``, batches have weights that the module does not ask for.
         optimizer: set with ``apply_optimizer_in_backward``; None for none.
-        fused_params: of the sharders.
         stock: with TorchRec's own sharders; else :class:`EveryTypeSharder`.
         exact_training: see ``DreamShardPlanner``.
         planner: ``dreamshard``, or ``torchrec`` for what ours refuses.
@@ -81,7 +79,6 @@ class Case:
 
     modules: Mapping[str, Mapping[str, TableSpec]]
     optimizer: type[torch.optim.Optimizer] | None = None
-    fused_params: Mapping[str, Any] = field(default_factory=dict)
     stock: bool = True
     exact_training: bool = True
     planner: str = "dreamshard"
@@ -98,20 +95,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Trained:
-    """Results of a training on one rank."""
-
     losses: list[float]
     """Mean over the ranks, per step."""
     weights: dict[str, Tensor]
     """By table, whole."""
     sharding: dict[str, tuple[str, list[int]]]
-    """Sharding type and ranks by table."""
     notes: tuple[str, ...]
-    """Notes of the planner's report, on rank 0."""
     warned: tuple[str, ...]
-    """By the planner."""
     error: str | None
-    """Error of the sharding or training, if any."""
     allocated: int
     """Bytes of this rank's tables, see :func:`allocated_bytes`."""
     planned: tuple[int, ...]
@@ -122,14 +113,12 @@ def feature_names(table: str, spec: TableSpec) -> list[str]:
     return [f"{table}_f{k}" for k in range(spec.features)]
 
 
-class MixedModel(nn.Module):
+class MixedModel(TopLayer):
     """Pooled and sequence embeddings into one linear layer; returns the loss of a batch."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__()
+        super().__init__(sum(spec.dim * spec.features for *_, spec in case.tables()))
         self.features: dict[str, list[str]] = {}
-        self.sequence_dims: dict[str, int] = {}
-        width = 0
         for module, tables in case.modules.items():
             sequence = module.startswith("sequence")
             configs = []
@@ -144,7 +133,6 @@ class MixedModel(nn.Module):
                 configs.append(
                     EmbeddingConfig(**common) if sequence else EmbeddingBagConfig(**common, pooling=spec.pooling)
                 )
-                width += spec.dim * spec.features
             if sequence:
                 collection: nn.Module = EmbeddingCollection(tables=configs, device=torch.device("meta"))
             else:
@@ -155,10 +143,6 @@ class MixedModel(nn.Module):
             self.features[module] = [name for config in configs for name in config.feature_names]
             if case.optimizer is not None:
                 apply_optimizer_in_backward(case.optimizer, collection.parameters(), {"lr": LEARNING_RATE})
-        self.top = nn.Linear(width, 1)
-        with torch.no_grad():
-            self.top.weight.uniform_(-1, 1, generator=torch.Generator().manual_seed(100))
-            self.top.bias.zero_()
 
     def forward(self, batches: dict[str, KeyedJaggedTensor], labels_B: Tensor) -> Tensor:
         columns = []
@@ -169,8 +153,7 @@ class MixedModel(nn.Module):
                     columns.append(output[name].to_padded_dense(MAX_LENGTH).tanh().sum(1))
                 else:
                     columns.append(output[name].float())
-        inputs_BE = torch.cat(columns, dim=1)
-        return nn.functional.binary_cross_entropy_with_logits(self.top(inputs_BE.tanh()).squeeze(1), labels_B)
+        return self.loss_and_logits(columns, labels_B)[0]
 
 
 def batches(case: Case, step: int, first: int, count: int) -> tuple[dict[str, KeyedJaggedTensor], Tensor]:
@@ -201,9 +184,7 @@ def batches(case: Case, step: int, first: int, count: int) -> tuple[dict[str, Ke
 
 
 def sharders(case: Case) -> list[ModuleSharder[nn.Module]]:
-    bag = EmbeddingBagCollectionSharder if case.stock else EveryTypeSharder
-    fused_params = dict(case.fused_params) or None
-    return [bag(fused_params=copy.copy(fused_params)), EmbeddingCollectionSharder(fused_params=copy.copy(fused_params))]
+    return [EmbeddingBagCollectionSharder() if case.stock else EveryTypeSharder(), EmbeddingCollectionSharder()]
 
 
 def planner_of(case: Case, world_size: int, local_world_size: int, **arguments: Any) -> EmbeddingShardingPlanner:
@@ -305,13 +286,11 @@ def allocated_bytes(model: DistributedModelParallel) -> int:
 
 
 def alone(case: Case) -> Case:
-    """Return the case with whole tables, for one rank."""
-    modules = {module: {name: _whole(spec) for name, spec in tables.items()} for module, tables in case.modules.items()}
+    modules = {
+        module: {name: replace(spec, sharding_types=("table_wise",)) for name, spec in tables.items()}
+        for module, tables in case.modules.items()
+    }
     return replace(case, modules=modules, planner="torchrec")
-
-
-def _whole(spec: TableSpec) -> TableSpec:
-    return replace(spec, sharding_types=("table_wise",))
 
 
 def local_shards(
@@ -325,7 +304,6 @@ def local_shards(
 
 
 def parts_of(value: Tensor | ShardedTensor) -> list[tuple[list[int], Tensor]]:
-    """This rank's shards of a tensor in a state dict, with their offsets."""
     if isinstance(value, ShardedTensor):
         return [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in value.local_shards()]
     if isinstance(value, DTensor):
@@ -337,7 +315,6 @@ def parts_of(value: Tensor | ShardedTensor) -> list[tuple[list[int], Tensor]]:
 
 
 def untrained(name: str, shape: Sequence[int]) -> Tensor:
-    """The weights that a table starts with."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.empty(tuple(shape)).uniform_(-0.5, 0.5, generator=generator)
 
