@@ -41,6 +41,7 @@ LONG = (
     "test_replicas.py",
     "test_sharding_types.py",
     "test_steps.py",
+    "test_training.py",
 )
 """Files with tests of ten seconds and more."""
 

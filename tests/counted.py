@@ -28,5 +28,4 @@ def batches_of(counts: Mapping[str, tuple[Any, Any]], batch_size: int) -> list[K
 
 
 def counted(counts: Mapping[str, tuple[Any, Any]], batch_size: int) -> TableStatistics:
-    """Statistics of such batches."""
     return TableStatistics.from_batches(batches_of(counts, batch_size))

@@ -23,7 +23,6 @@ Shape: TypeAlias = tuple[int, int, int, tuple[str, ...]]
 """Ranks, ranks of a host, tables and their types."""
 ALL = (TW, CW, RW, DP, TWRW, GRID)
 AT_ONCE = 1 << 14
-"""Shardings that are rated together."""
 SHAPES: tuple[Shape, ...] = (
     (2, 1, 4, ALL),
     (4, 2, 3, ALL),
@@ -52,7 +51,6 @@ def small_problem(seed: int, cost_source: str) -> tuple[DreamShardPlanner, nn.Mo
 
 
 def planned_and_best_ms(seed: int, cost_source: str) -> tuple[float, float]:
-    """Return the cost of the planner's plan, and that of the best plan."""
     planner, model = small_problem(seed, cost_source)
     planner.plan(model, [EmbeddingBagCollectionSharder()])
     session = planner._loop.model

@@ -40,7 +40,6 @@ def wait_for(condition: Callable[[], bool], *processes: BaseProcess) -> None:
 
 
 def ended(*processes: BaseProcess) -> list[int]:
-    """Exit statuses; fails where a process does not end."""
     for process in processes:
         process.join(PATIENCE_SECONDS)
     hanging = [process for process in processes if process.is_alive()]

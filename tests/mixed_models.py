@@ -34,8 +34,6 @@ CUDA_KERNELS = ("fused", "fused_uvm", "fused_uvm_caching")
 
 @dataclass(frozen=True)
 class MixedCase:
-    """A random model, and what a planner is given for it."""
-
     model: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
     topology: Topology
@@ -46,14 +44,12 @@ class MixedCase:
     settings: dict[str, Any]
     """``exact_training``, ``cost_source`` and ``sharding_types`` of the planner."""
     left_out: frozenset[str]
-    """Tables of another device group."""
 
     def reservation(self):
         kind = HeuristicalStorageReservation if self.heuristical else FixedPercentageStorageReservation
         return kind(percentage=0.1)
 
     def _arguments(self) -> dict[str, Any]:
-        """Return what TorchRec's planner takes as well."""
         given = {"topology": self.topology, "batch_size": self.batch_size, "storage_reservation": self.reservation()}
         return {**given, "stats": [], "debug": False}
 
@@ -115,7 +111,6 @@ def mixed_case(seed: int) -> MixedCase:
 
 
 def _random_model(rng: random.Random, num_tables: int) -> tuple[nn.Module, dict[str, EmbeddingBagConfig]]:
-    """A model, and its tables by name."""
     model, tables = nn.Module(), {}
     kinds = [rng.choice(["bags", "bags", "weighted", "sequence"]) for _ in range(rng.choice([1, 1, 2, 3, 5]))]
     for index, kind in enumerate(kinds):
@@ -201,7 +196,6 @@ def slice_width(dim: int, min_partition: int | None) -> int:
 
 
 def expected_shards(kind: str, rows: int, dim: int, min_partition: int | None, topology: Topology) -> list[list[int]]:
-    """Sizes of the shards of a table."""
     ranks, host, width = topology.world_size, topology.local_world_size, slice_width(dim, min_partition)
 
     def blocks(count: int, columns: int) -> list[list[int]]:

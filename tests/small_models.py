@@ -88,7 +88,6 @@ def planner(**arguments) -> DreamShardPlanner:
 def planned(
     model: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]] = SHARDERS, **arguments
 ) -> DreamShardPlanner:
-    """Return a planner that has planned."""
     made = planner(**arguments)
     made.plan(model, list(sharders))
     return made
@@ -110,7 +109,6 @@ def ranks_of(plan) -> dict[str, list[int]]:
 
 
 def table_list(folder: Path, *tables: Any) -> str:
-    """Write a list of tables to the folder, and return the file."""
     path = folder / "tables.json"
     path.write_text(json.dumps({"schema": SCHEMA, "tables": tables}))
     return str(path)

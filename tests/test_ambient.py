@@ -35,18 +35,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
 class Halved(TorchFunctionMode):
-    """Every floating-point result in half precision."""
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         return result.half() if isinstance(result, torch.Tensor) and result.is_floating_point() else result
@@ -55,7 +44,7 @@ class Halved(TorchFunctionMode):
 STATES: dict[str, Callable[[], AbstractContextManager]] = {
     "float16": lambda: default_dtype(torch.float16),
     "float64": lambda: default_dtype(torch.float64),
-    "default device meta": lambda: default_device("meta"),
+    "default device meta": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "inference mode": torch.inference_mode,
     "fake tensors": FakeTensorMode,
@@ -66,7 +55,6 @@ CACHES = (shipped, reuse.bin_mean_reuse, reuse._thinning, reuse._rates, reuse._p
 
 
 def described() -> tuple:
-    """Describe torch's state as a script sees it."""
     made = torch.ones(2, device="cpu")
     return (
         type(made),
@@ -92,7 +80,6 @@ def model() -> nn.Module:
 
 
 def plan_of(given) -> tuple:
-    """Return a plan with its report and prediction."""
     planner = make_planner(topology=topology(3), statistics=STATISTICS)
     plan = planner.plan(given, SHARDERS)
     predicted = planner.predict(planner.options)
@@ -138,7 +125,6 @@ def test_a_model_of_fake_tensors_is_planned(without_a_state: tuple) -> None:
 
 
 def plans_told() -> str:
-    """Return hashes and reports of several plans."""
     told = [made()[0].hash_planner_context_inputs_str()]
     told.append(str(made(topology=topology(device="cuda"))[0].hash_planner_context_inputs()))
     for seed in (12, 13, 19):

@@ -62,7 +62,6 @@ def on_cpus() -> Iterator[None]:
 
 
 def inputs(features: list[str], seed: int) -> KeyedJaggedTensor:
-    """Eight samples."""
     lengths = torch.randint(0, 5, (8 * len(features),), generator=(generator := torch.Generator().manual_seed(seed)))
     return KeyedJaggedTensor(features, torch.randint(0, 100, (int(lengths.sum()),), generator=generator), None, lengths)
 
@@ -138,7 +137,6 @@ def test_torchrecs_own_example_with_this_planner(monkeypatch: pytest.MonkeyPatch
 
 
 def plan_of(module: nn.Module, device: str = "cpu", sharders=DEFAULT_SHARDERS, **arguments):
-    """Plan by bandwidths, on two ranks."""
     arguments = {"cost_source": "roofline", "batch_size": 512} | arguments
     planner = DreamShardPlanner(topology=Topology(world_size=2, compute_device=device), debug=False, **arguments)
     planner.plan(nn.ModuleDict({"m": module}), sharders)

@@ -28,7 +28,6 @@ from dreamshard_planner.cli.diagnosis import diagnose
 ROOT = Path(__file__).parent.parent
 NOT_SHIPPED = (".*", "__pycache__", "*.egg-info", "build", "dist", "results", "data")
 SITE = Path(distribution("torch").locate_file(""))
-"""Folder of the tests' own libraries."""
 DATA = ("py.typed", "checkpoints/cpu.safetensors", "checkpoints/roofline.safetensors", "workload/data/*.json")
 
 
@@ -172,8 +171,6 @@ def test_import_says_what_is_missing_and_how_to_install_it(module: str, command:
 
 
 def releases(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Pretend that other releases are installed."""
-
     def version(package: str) -> str:
         if package not in given:
             raise environment.PackageNotFoundError(package)

@@ -23,9 +23,7 @@ from dreamshard_planner.search_space.sharding_types import CACHING, CW, DP, GRID
 from tests.mixed_models import MixedCase, expected_shards, mixed_case
 
 BLOCK = 5
-"""Models in one test."""
 SLACK = 1e-5
-"""Relative: costs are compared after rounding."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -94,7 +92,6 @@ def check_plan(case: MixedCase, planner: DreamShardPlanner, plan, seed: int) -> 
 
 
 def check_tables(case: MixedCase, options, seed: int) -> None:
-    """Every table of this device group, once."""
     expected = {
         f"{path}.{name}"
         for path, module in case.model.named_children()

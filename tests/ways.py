@@ -25,8 +25,6 @@ from torchrec.streamable import Pipelineable
 
 @dataclass(frozen=True)
 class Training:
-    """A way to train."""
-
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
     """In the backward pass of tables."""
     arguments: dict[str, Any] = field(default_factory=lambda: {"lr": 0.2})
@@ -36,15 +34,11 @@ class Training:
     torchrecs_class: bool = False
     """With TorchRec's ``DistributedModelParallel`` and ``attach_optimizers``."""
     dedup: bool = False
-    """With TorchRec's index dedup."""
     half: bool = False
-    """With float16 weights."""
 
 
 @dataclass
 class Batch(Pipelineable):
-    """A rank's share."""
-
     sparse: KeyedJaggedTensor
     label_B: Tensor
 
@@ -136,7 +130,6 @@ def _train(way: str, model: DistributedModelParallel, given: Iterable[Batch]) ->
 
 
 def local(values: dict[str, Any]) -> dict[str, Tensor]:
-    """This rank's shards of the tensors in a state dict."""
     found = {}
     for name, value in values.items():
         parts = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
@@ -151,6 +144,5 @@ def saved_state(model: DistributedModelParallel) -> dict[str, Any]:
 
 
 def states_of(model: DistributedModelParallel) -> dict[str, Any]:
-    """States of the fused optimizer, by parameter and name."""
     states = model.fused_optimizer.state_dict()["state"]
     return {f"{key} {name}": value for key, of in states.items() for name, value in of.items()}

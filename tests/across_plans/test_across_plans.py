@@ -49,7 +49,6 @@ def group() -> Iterator[None]:
 
 
 def sharded(size: tuple[int, ...], places: list[tuple[list[int], list[int]]]) -> ShardedTensor:
-    """Zeros in shards of these offsets and sizes."""
     shards = [Shard(torch.zeros(sizes), ShardMetadata(at, sizes, "rank:0/cpu")) for at, sizes in places]
     return ShardedTensor._init_from_local_shards(shards, *size)
 
@@ -79,7 +78,6 @@ def states_of(optimizer: str, weight_RD: Tensor) -> dict[str, Tensor]:
 
 
 def saved(path: Path, optimizer: str = "row_wise_adagrad", rows: int = ROWS, **others: Any) -> dict[str, Any]:
-    """A whole table, as one process saves it."""
     weight_RD = torch.randn(rows, DIM)
     state = {
         "model": {WEIGHT: weight_RD, "top.bias": torch.randn(5)},
@@ -286,7 +284,6 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
 
 
 def _killed(folder: Path, count: int) -> None:
-    """A process that dies as it writes its nth file."""
     calls = iter(range(count))
     real = saving.WholeWriter.write_data
 

@@ -102,7 +102,6 @@ PROCESSOR = "model.x._feature_processors.of_c.position_weight"
 
 @pytest.mark.parametrize(("kind", "beside"), [(collection, ()), (processed, (PROCESSOR,)), (managed, ())])
 def test_loading_takes_the_names_of_plans(kind, beside: tuple[str, ...], tmp_path: Path) -> None:
-    """A processor's weights are named beside its table."""
     small, large = model_of(x=kind("a", "b")), model_of(x=kind("a", "b", "c"))
     first, second = saved(tmp_path / "small", small), saved(tmp_path / "large", large)
     bigger, smaller = blank(large), blank(small)
@@ -182,7 +181,6 @@ def sharded(rank: Rank, whole: bool) -> tuple[DistributedModelParallel, dict[str
 
 
 def outputs_ND(model: DistributedModelParallel) -> list[Tensor]:
-    """Return outputs of both tables for trained ids."""
     model.eval()
     return [output_ND.detach() for output_ND in model(TRAINED_IDS)]
 
@@ -218,7 +216,7 @@ def test_managed_collisions_stay_and_feature_processors_move(tmp_path: Path) -> 
     assert all(len(output_ND.unique(dim=0)) > 3 for output_ND in trained)
     torch.testing.assert_close(loaded, trained)
 
-    told, moved = run_on_ranks(_load_by_consent, tmp_path / "saved", world_size=3)[0]
-    assert all(part in told for part in ("table m.managed", "_mch_sorted_raw_ids", "rows 0-23, 24-47", "0-15"))
+    told, moved = run_on_ranks(_load_by_consent, tmp_path / "saved", world_size=1)[0]
+    assert all(part in told for part in ("table m.managed", "_mch_sorted_raw_ids", "rows 0-23, 24-47", "0-47"))
     assert "dropped=['m.managed'] and added=['m.managed']" in told and "processed" not in told
     torch.testing.assert_close(moved[1], trained[1])

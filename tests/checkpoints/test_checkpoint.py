@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_models
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_models import planned
 
-from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError, driver
+from dreamshard_planner import Checkpoint, CheckpointError, FileError, driver
 from dreamshard_planner.checkpoints import choice
-from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
+from dreamshard_planner.checkpoints.choice import SHIPPED, resolve
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.devices import UNKNOWN_CARD
 from dreamshard_planner.measure.hardware import describe_hardware
@@ -60,7 +60,6 @@ def header_of(path: Path) -> dict[str, str]:
 
 
 def rewrite(path: Path, **changes: str) -> None:
-    """Change the header of a checkpoint."""
     save_file(load_file(path), path, metadata=header_of(path) | changes)
 
 
@@ -190,15 +189,11 @@ def test_of_several_the_newest_counts(folder: Path) -> None:
 
 
 def test_a_plan_tells_of_it_and_its_context_covers_it(folder: Path) -> None:
-    def planned() -> DreamShardPlanner:
-        planner = small_models.planned(model())
-        return planner
-
-    shipped = planned()
+    shipped = planned(model())
     path = keep(folder / "mine.safetensors")
-    one = planned()
+    one = planned(model())
     keep(path, seed=1)
-    other = planned()
+    other = planned(model())
     contexts = {planner.hash_planner_context_inputs_str() for planner in (shipped, one, other)}
     settings = {planner.saved_plan().inputs.settings["checkpoint"] for planner in (shipped, one, other)}
     assert len(contexts) == len(settings) == 3
@@ -265,11 +260,3 @@ def test_what_ships() -> None:
     assert roofline.cost is None and "roofline" in roofline.name
     for checkpoint in (measured, roofline):
         assert (SHIPPED / checkpoint.name).stat().st_size < 2**20
-
-
-def test_a_card_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
-    for name in ("nvidia-h200", "roofline"):
-        keep(tmp_path / f"{name}.safetensors")
-    assert shipped(tmp_path, "cuda", "NVIDIA H200").name == "nvidia-h200.safetensors"
-    for card in ("NVIDIA A100-SXM4-80GB", None):
-        assert shipped(tmp_path, "cuda", card).name == "roofline.safetensors"

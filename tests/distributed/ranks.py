@@ -26,8 +26,6 @@ TIMEOUT_SECONDS = PATIENCE_SECONDS
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of a group."""
-
     rank: int
     world_size: int
     device: torch.device

@@ -108,7 +108,6 @@ EXACT = {
     "free": Case({"bags": FREE, "sequence": {"s": TableSpec(60, 8), "u": TableSpec(50, 8)}}, SGD, planned_batch=4096),
 }
 ON_FOUR = ("stock sgd", "every adagrad", "every row-wise adagrad", "attached row-wise adagrad", "free")
-"""Exact plans that are tried on two hosts of two ranks as well."""
 DIFFERENT = {
     kind: Case({"bags": {"t": spec(kind)}}, RowWiseAdagrad, stock=kind != GRID) for kind in (CW, TWCW, GRID)
 } | {DP: Case({"bags": {"t": spec(DP), "w": spec(TW)}}, SGD, dense=None, attached=False)}
@@ -145,21 +144,18 @@ MEMORY = {
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Trained]:
-    """Train every case with whole tables on one rank."""
     cases = EXACT | DIFFERENT | WRONG_ROWS | {name: case for name, (case, _) in WRONG.items()}
     return run_on_ranks(train_all, {name: alone(case) for name, case in cases.items()}, world_size=1)[0]
 
 
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, Trained]]:
-    """By rank, two of one host."""
     cases = EXACT | DIFFERENT | MEMORY | WRONG_ROWS | {name: entry[0] for name, entry in (WRONG | CRASHES).items()}
     return run_on_ranks(train_all, cases, world_size=2)
 
 
 @pytest.fixture(scope="module")
 def on_four() -> list[dict[str, Trained]]:
-    """By rank, two hosts of two."""
     return run_on_ranks(train_all, {name: EXACT[name] for name in ON_FOUR}, 2, world_size=4)
 
 

@@ -242,7 +242,6 @@ LATENCY_MS, RATE, BATCHES = 0.5, 1e6, 500
 
 
 def counted_bytes(rank: RankSteps) -> float:
-    """Return the bytes of lookups that a rank gets from one rank."""
     (kernel,) = rank.kernels
     return (kernel.lookup_bytes(rank.median("kernel 0 lookups")) + CPU_BAG_BYTES * kernel.bags) / WORLD_SIZE
 

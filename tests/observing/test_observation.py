@@ -96,11 +96,9 @@ DAMAGED = (
     (*KERNEL, "samples", -1, "kernels.0.samples: must be greater than or equal to 0, got -1"),
     (*KERNEL, "tables", 0, "rows", 0, "tables.0.rows: must be greater than or equal to 1, got 0"),
 )
-"""Places of damage in a file, with value and message."""
 
 
 def _changed(document: dict, *place: str | int, to: object) -> dict:
-    """A copy with another value in one place."""
     changed = json.loads(json.dumps(document))
     *containers, last = place
     reduce(getitem, containers, changed)[last] = to
