@@ -36,7 +36,7 @@ LEARNING_RATES = {"sgd": 0.5, "adagrad": 0.005, "row_wise_adagrad": 0.005, "top"
 EPS = 1e-8
 SAMPLES = 12
 """Samples of a global batch, equally many on each of 2, 3 and 4 ranks."""
-BEFORE, AFTER = 3, 5
+BEFORE, AFTER = 3, 3
 """Steps before a move, and after it."""
 
 
@@ -76,15 +76,12 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Moving:
-    """A model and its plan on some ranks."""
-
     tables: Mapping[str, Mapping[str, TableSpec]]
     plan: Mapping[str, Sharding]
     optimizer: str
     hosts: int = 1
     ranks: int = 2
     groups: bool = False
-    """Learning rates are in the state dict."""
     attached: bool = False
     """Replicas have the in-backward optimizer of their tables."""
     dtensors: bool = False
@@ -124,8 +121,6 @@ def sharding_plan(moving: Moving, world_size: int) -> ShardingPlan:
 
 
 class Job:
-    """A sharded model with its optimizers, as a script has them."""
-
     def __init__(self, moving: Moving, rank: Rank) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = str(rank.world_size // moving.hosts)
         comm._INTRA_PG = comm._CROSS_PG = None  # TorchRec keeps the groups of the first number of hosts
@@ -160,7 +155,6 @@ class Job:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def train(self, first: int, steps: int) -> list[float]:
-        """Losses, the mean over all ranks."""
         count, losses = SAMPLES // self.rank.world_size, []
         for step in range(first, first + steps):
             self.optimizer.zero_grad()
@@ -180,12 +174,9 @@ class Job:
         else:
             save_across_plans(self.state(), folder)
 
-    def load(self, folder: Path, plain: bool = False, **consent: Any) -> None:
+    def load(self, folder: Path) -> None:
         state = self.state()
-        if plain:
-            dcp.load(state, checkpoint_id=folder)
-        else:
-            load_across_plans(state, folder, **consent)
+        load_across_plans(state, folder)
         if all(len(set(sharding.widths)) < 2 for sharding in self.plan.values()):  # TorchRec's fails with uneven slices
             self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -193,15 +184,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of a training that was saved or loaded half way."""
-
     losses: list[float]
     at_move: dict[str, Tensor]
-    """Whole weights when it was saved or loaded."""
 
 
 def train_and_save(rank: Rank, moving: Moving, folder: Path, plain: bool = True) -> Result:
-    """Train, save, and go on as if nothing had been."""
     job = Job(moving, rank)
     losses = job.train(0, BEFORE)
     job.save(folder, plain)
@@ -209,9 +196,9 @@ def train_and_save(rank: Rank, moving: Moving, folder: Path, plain: bool = True)
     return Result(losses + job.train(BEFORE, AFTER), at_move)
 
 
-def load_and_train(rank: Rank, moving: Moving, folder: Path, **consent: Any) -> Result:
+def load_and_train(rank: Rank, moving: Moving, folder: Path) -> Result:
     job = Job(moving, rank)
-    job.load(folder, **consent)
+    job.load(folder)
     at_move = whole_weights(job.model, rank.world_size)
     return Result(job.train(BEFORE, AFTER), at_move)
 
