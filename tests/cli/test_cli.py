@@ -27,7 +27,9 @@ from dreamshard_planner.training import config as training_config
 from tests.cli.test_commands import run, run_json
 from tests.torchrun import forked
 
-HASTY = replace(QUICK, fit=FitConfig(epochs=1), reinforce=replace(QUICK.reinforce, updates=1))
+FEW = replace(QUICK.reinforce, updates=1, looks=0, tasks_per_update=1, episodes_per_task=2)
+HASTY = replace(QUICK, num_tasks=2, validation_tasks=1, fit=FitConfig(epochs=1), reinforce=FEW)
+"""Settings of trainings whose networks and policies nothing asks."""
 SMALL_JOB = ("--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick")
 
 
@@ -76,7 +78,7 @@ def test_an_interrupted_training_from_what_ships_goes_on(tmp_path: Path, monkeyp
             raise KeyboardInterrupt
         return dataset
 
-    monkeypatch.setattr(costs, "_config", lambda *_: replace(HASTY, rounds=2, num_tasks=4, validation_tasks=1))
+    monkeypatch.setattr(costs, "_config", lambda *_: replace(HASTY, rounds=2))
     monkeypatch.setattr(training_config, "collect", interrupted)
     run("train", "--out", out, "--seconds", "1", status=130)
     before = dict(held)
