@@ -4,20 +4,21 @@
 A rank's compute is the sum over its fused groups; within a group a :class:`ComputeCost` (network, roofline, estimates
 that come with the shards) says what the *set* costs.
 
-Shapes: S shards, F features, H latent channels, X groups or placements, D ranks, G fused groups; dimensions X are free.
+Shapes: S shards, F features, H latent channels, X groups or placements, D ranks, G fused groups, N hosts, L ranks of a
+host; dimensions X are free.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dreamshard_planner.workload.features import columns, optimizer_of
 
@@ -38,26 +39,35 @@ def overall_ms(compute_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tenso
     return compute_X + forward_X + backward_X
 
 
-def compute_ms(device_ms_XD: Tensor, cores: float = math.inf) -> Tensor:
+@dataclass(frozen=True)
+class SharedCores:
+    """Cores of a host that its CPU ranks share."""
+
+    at_once: float
+    """Ranks of a host that can compute at once, fewer than all."""
+    on_host: int
+    """Ranks of a host."""
+
+    @cached_property
+    def waits_L(self) -> Tensor:
+        """What a millisecond of work adds to the whole, from the quickest rank of a host to the slowest, [L]."""
+        computing_L = torch.arange(self.on_host, 0, -1, dtype=torch.float64)
+        return (computing_L / self.at_once).clamp_min(1).diff(append=torch.zeros(1, dtype=torch.float64)).neg()
+
+
+def compute_ms(device_ms_XD: Tensor, shared_cores: SharedCores | None = None) -> Tensor:
     """Milliseconds [...] until every rank has computed: those of the slowest one, unless ranks share cores. Then all
-    that still compute go on equally fast, as processes of one system do.
+    of a host that still compute go on equally fast, as processes of one system do.
 
     Args:
         device_ms_XD: milliseconds of each rank, if it has a core of its own.
-        cores: ranks that can compute at once.
+        shared_cores: of each host; None if all ranks can compute at once.
     """
-    ranks = device_ms_XD.shape[-1]
-    if cores >= ranks:
+    if shared_cores is None:
         return device_ms_XD.amax(-1)
-    return device_ms_XD.sort(-1).values @ _waits_D(ranks, cores).to(device_ms_XD.dtype)
-
-
-@lru_cache(maxsize=8)
-def _waits_D(ranks: int, cores: float) -> Tensor:
-    """Return what a millisecond of work adds to the whole, from the quickest rank to the slowest, [D]."""
-    computing_D = torch.arange(ranks, 0, -1, dtype=torch.float64)
-    slower_D = (computing_D / cores).clamp_min(1)
-    return slower_D - torch.cat([slower_D[1:], torch.zeros(1, dtype=torch.float64)])
+    missing = -device_ms_XD.shape[-1] % shared_cores.on_host  # of the last host
+    host_ms_XNL = pad(device_ms_XD, (0, missing)).unflatten(-1, (-1, shared_cores.on_host))
+    return (host_ms_XNL.sort(-1).values @ shared_cores.waits_L.to(device_ms_XD.dtype)).amax(-1)
 
 
 def both_passes(ms_X2: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ span 1, B placements side by side, G fused groups, H latent channels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
-from dreamshard_planner.cost.compute import ComputeCost, compute_ms, overall_ms
+from dreamshard_planner.cost.compute import ComputeCost, SharedCores, compute_ms, overall_ms
 
 MEMORY_KINDS = ("HBM", "DDR", "SSD")
 """Kinds of TorchRec's storage, in the order of the limits."""
@@ -174,8 +173,8 @@ class Problem:
     """The options of each table, at least one; empty where each part is placed once, on any rank."""
     num_rules: int = 0
     """Number of limits, at the end, that are rules of placement."""
-    cores: float = math.inf
-    """Ranks that can compute at once: fewer than all if CPU ranks share cores."""
+    shared_cores: SharedCores | None = None
+    """Cores that the ranks of a host share; None if all ranks can compute at once."""
 
     @property
     def num_parts(self) -> int:
@@ -255,8 +254,8 @@ class PlacementCosts:
     backward_ms_BD: Tensor
     forward_collective_ms_B: Tensor
     backward_collective_ms_B: Tensor
-    cores: float = math.inf
-    """Ranks that can compute at once."""
+    shared_cores: SharedCores | None = None
+    """Cores that the ranks of a host share."""
 
     @cached_property
     def device_ms_BD(self) -> Tensor:
@@ -267,7 +266,7 @@ class PlacementCosts:
     def overall_ms_B(self) -> Tensor:
         """By the formula."""
         collective_ms = self.forward_collective_ms_B, self.backward_collective_ms_B
-        return overall_ms(compute_ms(self.device_ms_BD, self.cores), collective_ms)
+        return overall_ms(compute_ms(self.device_ms_BD, self.shared_cores), collective_ms)
 
 
 class Cost:
@@ -322,7 +321,7 @@ class Cost:
         laid = torch.atleast_2d(rank_BX), part_X
         cost_BD2 = self.compute.group_cost_ms(self.group_latents(*laid)).sum(-2)
         collective_ms = self.problem.collectives.ms(self.bytes_sent(*laid))
-        return PlacementCosts(cost_BD2[..., 0], cost_BD2[..., 1], *collective_ms, self.problem.cores)
+        return PlacementCosts(cost_BD2[..., 0], cost_BD2[..., 1], *collective_ms, self.problem.shared_cores)
 
     def overall_ms(self, sharding: Sharding) -> float:
         """The formula, of one sharding."""

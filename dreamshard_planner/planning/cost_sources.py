@@ -6,7 +6,6 @@ Shapes: P parts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -16,7 +15,7 @@ from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import checkpoint_notes, confidence
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, Interconnect, fits_of
-from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost
+from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost, SharedCores
 from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import cores_of, default_notes
@@ -65,7 +64,7 @@ class NetworkCosts:
         Bandwidths cost a problem with quantized tables as a whole. No network has learned their kernels, and costs of
         two sources do not compare.
         """
-        problem, topology = replace(read.problem, cores=self._cores()), self.ranks.topology
+        problem, topology = replace(read.problem, shared_cores=self._shared_cores()), self.ranks.topology
         if bool(problem.features_PF[:, FEATURE_INDEX["served"]].any()):
             compute = RooflineCost.of_topology(topology)
         if isinstance(compute, AdjustedCost):
@@ -92,24 +91,29 @@ class NetworkCosts:
             latent_PH[part, adjusted.EXTRA_MS] = torch.tensor(price_ms, dtype=torch.float64)
         return Cost(problem, adjusted, latent_PH)
 
-    def _cores(self) -> float:
-        """Return how many ranks can compute at once. On CPUs they share the cores of their host, as the topology was
-        read, or as the training was observed that costs were learned from."""
+    def _shared_cores(self) -> SharedCores | None:
+        """Return the cores that the CPU ranks of a host share, if fewer than all can compute at once: as the topology
+        was read, or as the training was observed that costs were learned from."""
         topology, known = self.ranks.topology, self.ranks.checkpoint.metadata
         if self.takes_estimates or topology.compute_device != "cpu":
-            return math.inf
-        of_host, hardware = cores_of(topology), known.get("hardware", {})
-        if of_host is None and "learned" in known:
-            of_host = hardware["cores"] / hardware["threads"]
-        world = self.ranks.all_ranks or topology
-        on_host = min(world.local_world_size, world.world_size)
-        return math.inf if of_host is None else of_host / on_host * topology.world_size
+            return None
+        at_once, hardware = cores_of(topology), known.get("hardware", {})
+        if at_once is None and "learned" in known:
+            at_once = hardware["cores"] / hardware["threads"]
+        # The ranks of all sharding groups compute at the same time.
+        every, on_host = (
+            min(one.local_world_size, one.world_size) for one in (self.ranks.all_ranks or topology, topology)
+        )
+        if at_once is None or at_once >= every:
+            return None
+        return SharedCores(at_once / every * on_host, on_host)
 
-    def _shared_cores(self) -> list[str]:
-        ranks, cores = self.ranks.topology.world_size, self._cores()
-        if cores >= ranks:
+    def _cores_notes(self) -> list[str]:
+        if (shared := self._shared_cores()) is None:
             return []
-        return [f"{cores:g} of {ranks} ranks can compute at once, since they share cores: the work of all counts"]
+        ranks = f"{shared.at_once:g} of {shared.on_host} ranks"
+        hosts = " of a host" * (shared.on_host < self.ranks.topology.world_size)
+        return [f"{ranks}{hosts} can compute at once, since they share cores: the work of all counts"]
 
     def confidence(self, plan: Sequence[ShardingOption]) -> str:
         """Tell how far to trust the milliseconds of a plan."""
@@ -131,7 +135,7 @@ class NetworkCosts:
             *noted("source", [_uncounted_lookups(checkpoint)] if uncounted else []),
             *noted("source", [_QUANTIZED] if quantized else []),
             *noted("source", checkpoint_notes(checkpoint, topology, uses_network=uses_network)),
-            *noted("source", self._shared_cores()),
+            *noted("source", self._cores_notes()),
             *noted("optimizer", _costed_optimizers(plan, reader, topology, self._unknown(uses_network))),
         )
 

@@ -330,7 +330,7 @@ class Report(Predicted):
             return (
                 f"Bottleneck: cores that ranks share, {together_ms / total_ms:.0%} of {total_ms:.3f} ms; the slowest "
                 f"rank alone would take {slowest_ms:.3f} ms. More cores, fewer lookups or smaller dims would help; "
-                "moving tables would not"
+                "moving tables within a host would not"
             )
         rank, mean_ms = chosen.slowest, sum(chosen.rank_ms) / len(chosen.rank_ms)
         compute_ms = chosen.rank_ms[rank]

@@ -219,7 +219,7 @@ class _Walk:
         """Return the cost after each trial, with the slowest rank and with :meth:`_smooth`, infinite if memory does not
         allow it; and the bytes that move beyond those that move now."""
         device_QD, collective_ms, fits_Q = self._state.after(trials)
-        computed = compute_ms(device_QD, self._problem.cores), self._smooth(device_QD)
+        computed = compute_ms(device_QD, self._problem.shared_cores), self._smooth(device_QD)
         exact_Q, smooth_Q = (overall_ms(ms_Q, collective_ms).masked_fill(~fits_Q, torch.inf) for ms_Q in computed)
         return exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials])
 

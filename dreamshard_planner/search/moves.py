@@ -302,13 +302,14 @@ class Step:
 
     def _computed(self, device_BX: Tensor, here_ms_BX: Tensor, device_ms_BX: Tensor) -> Tensor:
         """Return the milliseconds of compute by what the bottleneck and the other rank cost, [B, X]."""
-        ranks, cores = self._states.problem.num_ranks, self._states.problem.cores
-        if cores >= ranks:
+        shared_cores = self._states.problem.shared_cores
+        if shared_cores is None:
             return torch.maximum(self._others_ms.beside(device_BX), torch.maximum(here_ms_BX, device_ms_BX))
-        rank_D, here_BX1 = torch.arange(ranks), _spread(self._here_B, device_BX)[..., None]
+        rank_D, here_BX1 = torch.arange(self._states.problem.num_ranks), _spread(self._here_B, device_BX)[..., None]
         after_BXD = _spread(self._device_ms_BD.T, device_BX).movedim(0, -1)
         after_BXD = torch.where(rank_D == here_BX1, here_ms_BX[..., None], after_BXD)
-        return compute_ms(torch.where(rank_D == device_BX[..., None], device_ms_BX[..., None], after_BXD), cores)
+        after_BXD = torch.where(rank_D == device_BX[..., None], device_ms_BX[..., None], after_BXD)
+        return compute_ms(after_BXD, shared_cores)
 
     def _of_both(self, values_BD: Tensor, device_BX: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values of the bottleneck and of another rank, [..., B, X]; values may have leading dimensions."""

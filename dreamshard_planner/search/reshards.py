@@ -150,7 +150,7 @@ class ShardingState(State):
         """Re-shard tables on the bottleneck rank, where that helps no more those that exchange most, then swap what
         spans several ranks, until nothing helps; says how many changes were tried."""
         steps: tuple[Callable[[], tuple[bool, int]], ...] = (
-            lambda: self._reshard(self._tables_on_bottleneck()),
+            lambda: self._reshard(self._tables_that_compute()),
             lambda: self._reshard(self._tables_that_exchange()),
             self._swap,
         )
@@ -216,11 +216,11 @@ class ShardingState(State):
         exchange_P = self.problem.exchange_ms_P
         return self._heaviest(self._exchange_T) if bool(exchange_P.any()) else []
 
-    def _tables_on_bottleneck(self) -> list[int]:
-        """Tables that may change and have a part on the slowest rank, the heaviest there first; if ranks share cores,
-        tables of all ranks."""
-        shares = self.problem.cores < self.problem.num_ranks
-        return self._heaviest(self._burden_TD.clip(0).sum(1) if shares else self._burden_TD[:, self._bottleneck])
+    def _tables_that_compute(self) -> list[int]:
+        """Tables that may change, the heaviest first: those on the slowest rank, or of all ranks if these share
+        cores."""
+        alone = self.problem.shared_cores is None
+        return self._heaviest(self._burden_TD[:, self._bottleneck] if alone else self._burden_TD.clip(0).sum(1))
 
     def _heaviest(self, burden_T: np.ndarray) -> list[int]:
         """Return the tables with the largest burdens among those that may change."""
@@ -259,7 +259,7 @@ class ShardingState(State):
             bytes_QCD[some] = trials.bytes_QNLC.flatten(1, 2).transpose(1, 2)
             for query, places in zip(some, trials.positions, strict=True):
                 positions[query] = places
-        computed_Q = compute_ms(device_QD, problem.cores)
+        computed_Q = compute_ms(device_QD, problem.shared_cores)
         overall_Q = in_steps(overall_ms(computed_Q, problem.collectives.ms(bytes_QCD)), self._unit)
         changes = [[(table, option, tuple(places))] for (table, option), places in zip(queries, positions, strict=True)]
         return Tried(changes, overall_Q.masked_fill(~fits_Q, torch.inf), device_QD.square().sum(-1))
@@ -396,6 +396,6 @@ def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int
     pairs = [(here_V[pair // len(table_W)], pair % len(table_W)) for pair in best_Q]
     changes = [[moved(here, there), moved(there, here)] for here, there in pairs]
     device_QD, collective_ms, fits_Q = state.after(changes)
-    overall_Q = overall_ms(compute_ms(device_QD, problem.cores), collective_ms).masked_fill(~fits_Q, torch.inf)
+    overall_Q = overall_ms(compute_ms(device_QD, problem.shared_cores), collective_ms).masked_fill(~fits_Q, torch.inf)
     tried = Tried(changes, in_steps(overall_Q, unit), device_QD.square().sum(-1))
     return tried, int(2 * span_W[[here for here, _ in pairs]].sum())

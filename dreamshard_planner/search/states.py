@@ -79,7 +79,8 @@ class State:
 
     def overall_ms(self) -> Tensor:
         """Cost of each plan, [B]."""
-        return overall_ms(compute_ms(self.device_ms_D, self.problem.cores), self.problem.collectives.ms(self.bytes_CD))
+        computed_B = compute_ms(self.device_ms_D, self.problem.shared_cores)
+        return overall_ms(computed_B, self.problem.collectives.ms(self.bytes_CD))
 
 
 class PlacementState(State):

@@ -15,7 +15,7 @@ from torch import Tensor
 import gpu_prior
 from common.linear_cost import LinearCost
 from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
-from dreamshard_planner.cost.compute import AdjustedCost
+from dreamshard_planner.cost.compute import AdjustedCost, SharedCores
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig, predict_ms
 from dreamshard_planner.cost.problem import Cost, Preload, Sharding
@@ -51,10 +51,15 @@ def formula_ms(cost: Cost, laid: Iterable[tuple[int, int]]) -> float:
         for column, count in enumerate(problem.bytes_PC[part].tolist()):
             sent[column][rank] += count
     device_ms = [sum(float(cost.compute.group_cost_ms(latent).sum()) for latent in one.values()) for one in groups]
-    total = before = 0.0
-    for done, ms in enumerate(sorted(device_ms)):  # ranks that still compute share the cores
-        total += (ms - before) * max(1, (len(device_ms) - done) / problem.cores)
-        before = ms
+    shared = problem.shared_cores or SharedCores(problem.num_ranks, problem.num_ranks)
+    total = 0.0
+    for first in range(0, problem.num_ranks, shared.on_host):
+        host_ms = before = 0.0
+        of_host = sorted(device_ms[first : first + shared.on_host])
+        for done, ms in enumerate(of_host):  # ranks that still compute share the cores
+            host_ms += (ms - before) * max(1, (len(of_host) - done) / shared.at_once)
+            before = ms
+        total = max(total, host_ms)
     for collective, bytes_D in zip(problem.collectives.collectives, sent, strict=True):
         if collective.over == "world":
             exchanges = [bytes_D]
@@ -80,10 +85,13 @@ def test_rating_of_shardings_is_the_formula() -> None:
         assert cost.overall_ms(sharding) == pytest.approx(formula_ms(cost, laid), rel=1e-9)
 
 
-@pytest.mark.parametrize("devices, groups, cores", [(1, 1, 1), (2, 1, 1), (3, 2, 8), (5, 3, 2)])
-def test_rating_of_placements_is_the_formula(devices: int, groups: int, cores: float) -> None:
+@pytest.mark.parametrize(
+    "devices, groups, cores",
+    [(1, 1, None), (2, 1, SharedCores(1, 2)), (3, 2, None), (5, 3, SharedCores(2, 5)), (5, 1, SharedCores(1.5, 2))],
+)
+def test_rating_of_placements_is_the_formula(devices: int, groups: int, cores: SharedCores | None) -> None:
     cost = make_cost(9, devices, groups=groups)
-    cost = Cost(replace(cost.problem, cores=cores), cost.compute)
+    cost = Cost(replace(cost.problem, shared_cores=cores), cost.compute)
     assignment_BS = torch.randint(devices, (6, 9), generator=torch.Generator().manual_seed(1))
     expected = [formula_ms(cost, enumerate(row)) for row in assignment_BS.tolist()]
     assert cost.rate(assignment_BS).overall_ms_B.tolist() == pytest.approx(expected, rel=1e-5)

@@ -8,6 +8,7 @@ import torch
 from placement_tasks import make_cost, storage_problem
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
+from dreamshard_planner.cost.compute import SharedCores
 from dreamshard_planner.cost.problem import Cost, Preload, Problem
 from dreamshard_planner.planning.infeasible import shortage
 from dreamshard_planner.search import moves
@@ -91,12 +92,21 @@ def preloaded(cost: Cost, collectives: int) -> Cost:
     return Cost(problem, cost.compute, preload=Preload(cost.group_latents(part_P % 3) / 2, bytes_CD))
 
 
-@pytest.mark.parametrize("groups, collectives, cores", [(1, 0, 4), (3, 0, 2), (1, 1, 1.5), (2, 2, 4), (3, 4, 1)])
-def test_search_keeps_its_sums(groups: int, collectives: int, cores: float) -> None:
+@pytest.mark.parametrize(
+    "groups, collectives, cores",
+    [
+        (1, 0, None),
+        (3, 0, SharedCores(2, 4)),
+        (1, 1, SharedCores(1.5, 2)),
+        (2, 2, None),
+        (3, 4, SharedCores(1, 4)),
+    ],
+)
+def test_search_keeps_its_sums(groups: int, collectives: int, cores: SharedCores | None) -> None:
     """The incremental costs of candidates are those of a rating from scratch, in each of several placements."""
     cost = make_cost(12, 4, groups=groups)
     cost = preloaded(cost, collectives) if collectives else cost
-    cost = Cost(replace(cost.problem, cores=cores), cost.compute, preload=cost.preload)
+    cost = Cost(replace(cost.problem, shared_cores=cores), cost.compute, preload=cost.preload)
     assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
     states = PlacementState(cost, assignment_BS)
     row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sharding_tasks import MEMORY, RANKS, sharding_cost
 
+from dreamshard_planner.cost.compute import SharedCores
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.search.placing import packed_start
@@ -34,20 +35,20 @@ def test_where_nothing_fits_there_is_no_sharding() -> None:
     assert search(sharding_cost(9, 5, 40), [], SEARCH) is None
 
 
-def with_cores(cost: Cost, cores: float) -> Cost:
-    """Return the cost if so many ranks can compute at once."""
-    return Cost(replace(cost.problem, cores=cores), cost.compute, cost.latent_PH)
+def with_cores(cost: Cost, cores: SharedCores | None) -> Cost:
+    """Return the cost if ranks share cores."""
+    return Cost(replace(cost.problem, shared_cores=cores), cost.compute, cost.latent_PH)
 
 
 def test_ranks_that_share_a_core_get_the_least_work_together() -> None:
     cost = sharding_cost(4, 1)
-    level, shared = (search(one, [], SEARCH).sharding for one in (cost, with_cores(cost, 1)))
+    level, shared = (search(one, [], SEARCH).sharding for one in (cost, with_cores(cost, SharedCores(1, RANKS))))
     sums_ms = [float(cost.rate(sharding).device_ms_BD.sum()) for sharding in (shared, level)]
     assert sums_ms[0] < 0.9 * sums_ms[1]
 
 
-@pytest.mark.parametrize("cores", [math.inf, 3.5])
-def test_reshards_keep_their_sums(cores: float) -> None:
+@pytest.mark.parametrize("cores", [None, SharedCores(3.5, 4), SharedCores(1.5, 2)])
+def test_reshards_keep_their_sums(cores: SharedCores | None) -> None:
     """Sums kept through many changes are those taken afresh, and what was tried is what was got."""
     cost = with_cores(sharding_cost(12, 2), cores)
     everything_on_one = Sharding((0,) * 12, ((0,),) * 12)
@@ -55,7 +56,7 @@ def test_reshards_keep_their_sums(cores: float) -> None:
     before_ms = state.overall_ms()
     tried = state.improve(10_000, lambda: True)
     assert tried > 200 and state.overall_ms() < 0.5 * before_ms
-    assert cores < RANKS or len(set(state.sharding.options)) > 1
+    assert cores or len(set(state.sharding.options)) > 1
     assert state.overall_ms() == pytest.approx(cost.overall_ms(state.sharding), rel=1e-9)
     afresh = ShardingState(cost, state.sharding, 1.0)
     for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):
