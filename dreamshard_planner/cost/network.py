@@ -365,8 +365,8 @@ class FitConfig:
 
 def fit_cost_network(
     train: LabelledSets,
-    network_config: CostNetworkConfig | None = None,
-    config: FitConfig | None = None,
+    network_config: CostNetworkConfig = CostNetworkConfig(),
+    config: FitConfig = FitConfig(),
     on_epoch: Callable[[int, float], None] | None = None,
     start: CostNetwork | None = None,
 ) -> CostNetwork:
@@ -377,10 +377,8 @@ def fit_cost_network(
     Members differ in initialisation and in the random weights they give to the training sets (the Bayesian
     bootstrap), so that their spread says where data is thin. ``on_epoch(epoch, loss)`` reports progress.
     """
-    config = config or FitConfig()
     if len(train) < 8:
         raise TaskError(f"a cost network needs at least 8 measured sets, got {len(train)}")
-    network_config = network_config or CostNetworkConfig()
     if start is not None:
         if train.prior is not None or start.roofline is not None or start.config != network_config:
             raise TaskError(

@@ -73,7 +73,10 @@ def learn(
     start = start_of(config.start, train_sets)
     with progress_bar("fitting", config.fit.steps(len(train_sets)), progress) as advance:
         network = fit_cost_network(
-            train_sets, None, config.fit, lambda _, loss: advance(f"loss {loss:.4f}"), start.cost if start else None
+            train_sets,
+            config=replace(config.fit, seed=config.seed),
+            on_epoch=lambda _, loss: advance(f"loss {loss:.4f}"),
+            start=start.cost if start else None,
         )
     metadata = {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
