@@ -153,14 +153,13 @@ class PlanRater:
             estimate_all(torchrec_estimators(self.ranks.topology)[:1], copies, self.sharders or ())
         return copies
 
-    def complete(self, options: list[ShardingOption]) -> None:
-        """Estimate missing storage in place, and missing perf if it is the cost source, as TorchRec does."""
+    def complete(self, options: list[ShardingOption], with_perf: bool = False) -> None:
+        """Estimate missing storage in place, as TorchRec does, and missing perf if asked for or the cost source."""
         bare = [option for option in options if any(shard.storage is None for shard, _ in counted(option))]
         estimate_all(self._torchrec[1:], bare, self.sharders or ())
-        if self._costs.takes_estimates:
-            estimate_all(
-                self._torchrec[:1], [option for option in options if None in perf_of(option)], self.sharders or ()
-            )
+        if with_perf or self._costs.takes_estimates:
+            bare = [option for option in options if None in perf_of(option)]
+            estimate_all(self._torchrec[:1], bare, self.sharders or ())
 
     def enumerator(self, batch_size: int, perf: ShardEstimator | None = None) -> FastEnumerator:
         """Make TorchRec's enumerator for a planner's model, with pooling factors per feature.

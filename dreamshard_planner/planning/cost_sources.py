@@ -85,7 +85,7 @@ class NetworkCosts:
         # A rank waits for its replicas, and for no other rank of its group.
         latent_PH[:, adjusted.EXTRA_MS] = torch.stack([ssd_ms_P, dense_ms_P + hot_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
         for part in estimated:
-            perf = read.parts[part].shard.perf
+            perf = read.parts[part].estimate
             price_ms = [perf.fwd_compute + perf.prefetch_compute, perf.bwd_compute]
             latent_PH[part] = 0.0
             latent_PH[part, adjusted.EXTRA_MS] = torch.tensor(price_ms, dtype=torch.float64)
@@ -175,7 +175,7 @@ class TorchRecCosts(NetworkCosts):
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
         """Return the sum of estimates; the forward is everything but the backward."""
-        perfs = [part.shard.perf for part in read.parts]
+        perfs = [part.estimate for part in read.parts]
         backward = [perf.bwd_compute + perf.bwd_comms for perf in perfs]
         sync_ms_P = (read.column("synced_bytes") * self.ranks.sync_ms_per_byte).tolist()
         latents = [

@@ -132,7 +132,10 @@ class ModelProblem:
                 f"Topology are bytes).\nTorchRec: {error}",
                 error.error_type,
             ) from None
-        enumerator = enumerator or context.enumerator(settings.batch_size)
+        made = enumerator or context.enumerator(settings.batch_size)
+        search_space = made.enumerate(module, [*sharders])
+        if enumerator is not None:
+            context.complete(search_space, with_perf=True)
         return cls(
             settings=settings,
             ranks=ranks,
@@ -144,8 +147,8 @@ class ModelProblem:
             doubtful=doubtful,
             unused=unused_names(module, tables, given, statistics),
             unsharded=tuple(unsharded_modules(module, sharders)),
-            enumerator=enumerator,
-            search_space=enumerator.enumerate(module, [*sharders]),
+            enumerator=made,
+            search_space=search_space,
         )
 
     @property

@@ -6,6 +6,7 @@ Shards of one option that cost and need the same are one part. Shards that lie o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
+from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Topology
 from torchrec.distributed.types import CacheParams, CommOp, ModuleSharder
 
 from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Collective, CollectiveModel, bag_bytes
@@ -71,6 +72,18 @@ class Part:
     def is_estimated(self) -> bool:
         """True if the kernel is unknown, so that the shard's perf is its cost."""
         return not is_known(self.option.compute_kernel)
+
+    @property
+    def estimate(self) -> Perf:
+        """Estimate of each shard, if it is the cost; PlannerError, naming table and value, if it is no time."""
+        perf: Perf = self.shard.perf
+        if not 0 <= perf.total < math.inf:
+            raise refused(
+                f"table {fqn_of(self.option)!r}: its enumerator estimates {perf.total} ms for "
+                f"{self.option.sharding_type} {self.option.compute_kernel}, which must be a number from 0. Leave out "
+                "options that must not be chosen"
+            )
+        return perf
 
     @property
     def dense_elements(self) -> float:
@@ -157,7 +170,8 @@ def parts_of(
     with_storage: bool,
     hot_bytes: float,
 ) -> tuple[list[Part], list[int]]:
-    """Return the parts of an option, and the index of the part of each of its shards.
+    """Return the parts of an option, and the index of the part of each of its shards. Shards with the same size,
+    estimates and rows, if it is known how these are read, are one part.
 
     Args:
         option: with its shards.
@@ -175,8 +189,7 @@ def parts_of(
         # Row blocks differ by their place if the looked-up ids are known.
         differ = whole.ids is not None and shard.size[0] < whole.rows
         for first_row in [run.offset(index)[0] for index in range(run.count)] if differ else [shard.offset[0]]:
-            price = None if is_known(option.compute_kernel) else shard.perf
-            key = (*shard.size, shard.storage if with_storage else None, first_row if differ else None, price)
+            key = (*shard.size, shard.storage if with_storage else None, shard.perf, first_row if differ else None)
             if key not in index_of:
                 # Columns of a quantized table's tensor may be bytes.
                 columns = shard.size[1] * whole.dim // max(1, option.tensor.shape[1])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_models import SHARDERS, collection, planner, table, topology
+from small_models import SHARDERS, collection, planned, planner, table, topology
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -194,3 +194,45 @@ def test_a_subclass_that_resets_constraints_and_replaces_placeholders() -> None:
     plan = made.plan(model(), SHARDERS).plan["sparse"]
     assert (plan["t0"].sharding_type, plan["t0"].ranks) == (RW, [0, 1]) and plan["t1"].sharding_type == TW
     assert made.report().chosen.total_ms > 0
+
+
+class SlowLast(ShardEstimator):
+    """Prices the last shard of each option apart."""
+
+    def __init__(self, last_ms: float) -> None:
+        self._last_ms = last_ms
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        for option in sharding_options:
+            for shard in option.shards:
+                shard.perf = Perf(1.0 if shard is not option.shards[-1] else self._last_ms, 0, 0, 0)
+
+
+def estimated_by(*estimators: ShardEstimator, cost_source: str = "torchrec") -> DreamShardPlanner:
+    """Return a planner with an enumerator of these estimators, after planning a table in two slices."""
+    sliced = {"t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=32)}
+    enumerator = EmbeddingEnumerator(GPUS, 64, sliced, estimator=[*estimators])
+    return planned(model(1), topology=GPUS, enumerator=enumerator, constraints=sliced, cost_source=cost_source)
+
+
+def test_shards_of_one_size_may_have_estimates_of_their_own() -> None:
+    made = estimated_by(SlowLast(3.0), EmbeddingStorageEstimator(GPUS))
+    assert sorted(made.report().chosen.rank_ms) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("last_ms", [float("nan"), float("inf"), -1.5])
+def test_estimates_that_are_no_time_are_refused(last_ms: float) -> None:
+    with pytest.raises(PlannerError, match=rf"'sparse.t0': its enumerator estimates {last_ms} ms"):
+        estimated_by(SlowLast(last_ms), EmbeddingStorageEstimator(GPUS))
+
+
+@pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
+@pytest.mark.parametrize("estimator", [EmbeddingPerfEstimator, EmbeddingStorageEstimator])
+def test_what_an_enumerator_does_not_estimate_is_estimated_as_torchrec_does(
+    cost_source: str, estimator: type[ShardEstimator]
+) -> None:
+    given, both = (
+        estimated_by(*(one(GPUS) for one in some), cost_source=cost_source).report().chosen
+        for some in ([estimator], [EmbeddingPerfEstimator, EmbeddingStorageEstimator])
+    )
+    assert given == both
