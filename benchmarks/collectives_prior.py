@@ -44,7 +44,11 @@ class Row:
 
     def predicted_ms(self, reached: Reached) -> float:
         made = Interconnect(
-            self.hosts, self.ranks_per_host, self.link_gb_per_s * 1e6, self.network_gb_per_s * 1e6, reached
+            self.hosts * self.ranks_per_host,
+            self.ranks_per_host,
+            self.link_gb_per_s * 1e6,
+            self.network_gb_per_s * 1e6,
+            reached,
         )
         operation = {"all_gather": made.reduce_scatter}.get(self.operation) or getattr(made, self.operation)
         sent_D = torch.full((made.ranks,), self.size_bytes / made.ranks, dtype=torch.float64)

@@ -347,13 +347,13 @@ IN_FULL = Reached(inside=1.0, all_to_all=1.0, rings=1.0, inside_ms=LATENCY_MS, b
 
 @dataclass(frozen=True)
 class Interconnect:
-    """Hosts of alike ranks.
+    """Hosts of alike ranks, of which the last may have fewer.
 
     All its models take the bytes that each rank sends to each peer, see
     :class:`~dreamshard_planner.cost.collectives.Collective`.
     """
 
-    hosts: int
+    ranks: int
     ranks_per_host: int
     inside_bytes_per_ms: float
     """Bandwidth of a rank's link to all peers of its host together, one direction."""
@@ -369,7 +369,7 @@ class Interconnect:
         per_host = min(topology.intra_group_size, topology.world_size)
         bandwidths, has_links = topology.comms_bandwidths, topology.compute_device == "cuda"
         return cls(
-            -(-topology.world_size // per_host),
+            topology.world_size,
             per_host,
             bandwidths.intra_host_bw,
             bandwidths.inter_host_bw,
@@ -378,14 +378,14 @@ class Interconnect:
         )
 
     @property
-    def ranks(self) -> int:
-        return self.hosts * self.ranks_per_host
+    def hosts(self) -> int:
+        return -(-self.ranks // self.ranks_per_host)
 
     def all_to_all(self) -> CollectiveModel:
         """Return the model between all ranks, limited by the slower of a rank's traffic inside and between hosts."""
-        peers, others = max(1, self.ranks - 1), self.ranks - self.ranks_per_host
-        inside = self._inside * peers / max(1, peers - others)
-        return self._world(inside, self._all_to_all * peers / max(1, others))
+        peers, inside = max(1, self.ranks - 1), max(1, self.ranks_per_host - 1)
+        others = (self.hosts - 1) * self.ranks_per_host  # of a rank of the last host
+        return self._world(self._inside * peers / inside, self._all_to_all * peers / max(1, others))
 
     def lookups(self) -> CollectiveModel:
         """One all-to-all after the other; GPUs are taken to sort ids in no time."""

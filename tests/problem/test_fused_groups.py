@@ -150,6 +150,15 @@ def test_what_passes_between_hosts_is_what_takes_long() -> None:
     assert ms(links.all_reduce) == pytest.approx(16e6 / rings + NCCL.between_ms)
 
 
+def test_a_host_may_have_fewer_ranks() -> None:
+    """Of eight and two ranks, the two have eight peers on the other host, and the eight seven on their own."""
+    made = Topology(10, "cuda", local_world_size=8, intra_host_bw=400e6, inter_host_bw=10e6)
+    for link in (links := links_of(made, resolve("auto", "cuda"))).all_to_all, links.reduce_scatter, links.all_reduce:
+        assert link.world_size == 10
+    ms = float(links.all_to_all.all_to_all_ms(torch.full((10,), 1e6)))
+    assert ms == pytest.approx(8e6 / (10e6 * NCCL.all_to_all) + NCCL.between_ms)
+
+
 def test_what_cpu_ranks_of_a_host_exchange_passes_its_memory() -> None:
     made = Topology(4, "cpu", local_world_size=4, intra_host_bw=400e6, ddr_mem_bw=50e6)
     links = links_of(made, resolve("roofline", "cpu"))
