@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from common.whole_tables import problem_of
+from common.whole_tables import over, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.problem import Cost, Problem
 from dreamshard_planner.cost.roofline import RooflineCost
@@ -31,7 +31,7 @@ def make_cost(count: int, devices: int, memory_bytes: int | None = None, groups:
     problem = replace(problem, group_P=torch.arange(count) % groups, num_groups=min(groups, count))
     if memory_bytes is not None:
         problem = replace(problem, limits_DM=torch.full_like(problem.limits_DM, memory_bytes))
-    return Cost(problem.over(CollectiveModel(devices, 1e6)), ROOFLINE)
+    return Cost(over(problem, CollectiveModel(devices, 1e6)), ROOFLINE)
 
 
 def storage_problem(sizes: list[int], capacities: list[int]) -> Problem:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
+from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.problem import Cost, Option, Problem, Unit
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.policy.network import Policy, roll_out
@@ -34,7 +34,7 @@ class Task:
 
 def problem_of(workloads: Sequence[Workload], num_devices: int) -> Problem:
     """A problem from whole-table workloads, all in one fused group, on devices whose memory is no limit; its exchange
-    costs nothing until :meth:`Problem.over <dreamshard_planner.cost.problem.Problem.over>` says which link it takes."""
+    costs nothing until :func:`over` says which link it takes."""
     if num_devices < 1 or not workloads:
         raise TaskError(f"a task needs tables and devices, got {len(workloads)} tables, {num_devices} devices")
     sizes = [w.rows * (w.dim * w.weight_bytes + (4 if w.optimizer != "sgd" else 0)) for w in workloads]
@@ -45,11 +45,20 @@ def problem_of(workloads: Sequence[Workload], num_devices: int) -> Problem:
         group_P=torch.zeros(len(workloads), dtype=torch.int64),
         num_groups=1,
         bytes_PC=torch.tensor(output_bytes, dtype=torch.float64)[:, None],
-        collectives=Collectives.all_to_all(CollectiveModel(num_devices, math.inf, 0.0)),
+        collectives=_all_to_all(CollectiveModel(num_devices, math.inf, 0.0)),
         needs_PM=torch.tensor(sizes, dtype=torch.int64)[:, None],
         limits_DM=torch.full((num_devices, 1), torch.iinfo(torch.int64).max // 4),
         names=tuple(w.name for w in workloads),
     )
+
+
+def over(problem: Problem, link: CollectiveModel) -> Problem:
+    """Return the problem with all that is sent in one all-to-all between all ranks, over this link."""
+    return replace(problem, bytes_PC=problem.bytes_PC.sum(-1, keepdim=True), collectives=_all_to_all(link))
+
+
+def _all_to_all(link: CollectiveModel) -> Collectives:
+    return Collectives([Collective("all-to-all", "world", link, link)], link.world_size, link)
 
 
 def rolled_out(policy: Policy, cost: Cost) -> Tensor | None:

@@ -112,7 +112,7 @@ class PaperCostNetwork(PublishedTables, ComputeCost):
         """Representations of placements, [B, R]: as published, the maximum over their devices."""
         return getattr(pooled_BDR, self._over_devices)(-2)
 
-    def reward_ms(self, latent_XDGH: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
+    def reward_ms(self, latent_XDGH: Tensor) -> Tensor:
         """Predicted overall cost of placements, [...], by the head that has learned it."""
         return self.head_ms("overall", self.pool_devices(latent_XDGH.sum(-2)[..., 1:]))
 

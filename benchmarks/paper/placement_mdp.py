@@ -32,10 +32,19 @@ OBSERVATION_INDEX = {name: channel for channel, name in enumerate(OBSERVATIONS)}
 CLIP = 20.0
 
 
+class PlacementCost(Cost):
+    """The cost of a task's placements."""
+
+    def reward_ms(self, rank_BP: Tensor) -> Tensor:
+        """Return the overall cost of placements, [B]: by the network's own overall head, or else by the formula."""
+        head = getattr(self.compute, "reward_ms", None)
+        return self.rate(rank_BP).overall_ms_B if head is None else head(self.group_latents(rank_BP))
+
+
 class EstimatedMDP:
     """Episodes of a task whose tables are all in one fused group."""
 
-    def __init__(self, cost: Cost, episodes: int) -> None:
+    def __init__(self, cost: PlacementCost, episodes: int) -> None:
         problem = cost.problem
         order_S = torch.argsort(-cost.single_ms_P.float(), stable=True)
         self._cost, self._place_S = cost, order_S.argsort()

@@ -14,9 +14,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.policy.network import drawn
-from paper.placement_mdp import EstimatedMDP
+from paper.placement_mdp import EstimatedMDP, PlacementCost
 
 
 class AnyPolicy(nn.Module, ABC):
@@ -44,7 +43,7 @@ class AnyPolicy(nn.Module, ABC):
 
 @torch.no_grad()
 def roll_out(
-    policy: AnyPolicy, cost: Cost, episodes: int, generator: torch.Generator | None = None
+    policy: AnyPolicy, cost: PlacementCost, episodes: int, generator: torch.Generator | None = None
 ) -> tuple[EstimatedMDP, Tensor, Tensor]:
     """Play episodes: sampled with ``generator``, greedy without. Return also what the policy saw: the channels
     [S, E, D, O] and the legal devices [S, E, D]."""
@@ -63,19 +62,19 @@ def roll_out(
     return environment, torch.stack(channels), torch.stack(legal)
 
 
-def _scaled(load_XDR: Tensor, cost: Cost) -> Tensor:
+def _scaled(load_XDR: Tensor, cost: PlacementCost) -> Tensor:
     """Keep summed representations of one order, whatever the number of tables."""
     return load_XDR * (cost.problem.num_ranks / cost.problem.num_parts)
 
 
-def played(policy: AnyPolicy, cost: Cost, generator: torch.Generator | None = None) -> Tensor | None:
+def played(policy: AnyPolicy, cost: PlacementCost, generator: torch.Generator | None = None) -> Tensor | None:
     """Return the placement [S] of one episode, as :func:`roll_out` plays it; None where it dead-ends."""
     environment, _, _ = roll_out(policy, cost, 1, generator)
     return environment.assignments()[0] if bool(environment.alive_E[0]) else None
 
 
 def scored(
-    policy: AnyPolicy, cost: Cost, environment: EstimatedMDP, channels_SEDO: Tensor, legal_SED: Tensor
+    policy: AnyPolicy, cost: PlacementCost, environment: EstimatedMDP, channels_SEDO: Tensor, legal_SED: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the log probability of each action of a roll-out, and the entropy of each choice, both [S, E], under
     gradient. All steps at once: the load of a device before a step is an exclusive cumulative sum over the actions."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.policy.reinforce import advantages
+from paper.placement_mdp import PlacementCost
 from paper.placement_policy import AnyPolicy, roll_out, scored
 
 EPISODES = 10
@@ -32,7 +32,7 @@ class ReinforceConfig:
     seed: int = 0
 
 
-def train_policy(policy: AnyPolicy, costs: Sequence[Cost], config: ReinforceConfig) -> None:
+def train_policy(policy: AnyPolicy, costs: Sequence[PlacementCost], config: ReinforceConfig) -> None:
     """Train ``policy`` in place on tasks drawn from ``costs``; the entropy's weight falls linearly to zero."""
     generator = torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
@@ -45,7 +45,7 @@ def train_policy(policy: AnyPolicy, costs: Sequence[Cost], config: ReinforceConf
 def reinforce_update(
     policy: AnyPolicy,
     optimizer: torch.optim.Optimizer,
-    cost: Cost,
+    cost: PlacementCost,
     config: ReinforceConfig,
     generator: torch.Generator,
     remaining: float,

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from common.measured_costs import MeasuredCosts, SetClock
-from common.whole_tables import Task, problem_of
+from common.whole_tables import Task, over, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
@@ -31,6 +31,7 @@ from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 from paper.networks import PaperCostNetwork, PaperFit, PaperPolicy
+from paper.placement_mdp import PlacementCost
 from paper.placement_policy import AnyPolicy, played
 from paper.placement_reinforce import EPISODES, ReinforceConfig, reinforce_update
 from placements.contests import BYTES_PER_MS, Contest
@@ -283,7 +284,7 @@ def train_on_measured_rewards(
         on_update(update + 1, EPISODES * (update + 1), (time.monotonic() - start) / 60)
 
 
-class MeasuredReward(Cost):
+class MeasuredReward(PlacementCost):
     """A cost whose rewards are measured; what the state shows stays predicted."""
 
     def __init__(self, cost: Cost, clock: SetClock) -> None:
@@ -296,10 +297,10 @@ class MeasuredReward(Cost):
         return torch.cat([self._measured.rate(one).overall_ms_B for one in assignment_BS])
 
 
-def cost_of(task: Contest, compute: ComputeCost) -> Cost:
+def cost_of(task: Contest, compute: ComputeCost) -> PlacementCost:
     """Return the costs of placements of a task."""
     with torch.no_grad():
-        return Cost(task.task.problem.over(task.collectives), compute)
+        return PlacementCost(over(task.task.problem, task.collectives), compute)
 
 
 def named_placement(task: Contest, assignment_S: Tensor) -> list[list[str]]:

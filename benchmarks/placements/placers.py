@@ -22,7 +22,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 
 from common.tasks import meta_collection
-from common.whole_tables import rolled_out
+from common.whole_tables import over, rolled_out
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.compute import ComputeCost
@@ -81,7 +81,7 @@ class Field:
 
     def cost(self, contest: Contest, compute: ComputeCost | None = None) -> Cost:
         """Return the cost of the contest's placements; by the network, if nothing else is given."""
-        return Cost(contest.task.problem.over(contest.collectives), compute or self.network)
+        return Cost(over(contest.task.problem, contest.collectives), compute or self.network)
 
     def _random(self, contest: Contest) -> Tensor | None:
         """Any device that has room, table by table."""

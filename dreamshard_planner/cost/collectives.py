@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -281,11 +283,6 @@ class Collectives:
             for over in dict.fromkeys(collective.over for collective in self.collectives)
         ]
 
-    @classmethod
-    def all_to_all(cls, link: CollectiveModel) -> Collectives:
-        """One all-to-all between all ranks."""
-        return cls([Collective("all-to-all", "world", link, link)], link.world_size, link)
-
     def level_ms_per_byte(self, num_ranks: int) -> Tensor:
         """Milliseconds, summed over all ranks and both passes, that one byte to each peer costs where all ranks send
         alike, [C]. Latencies are left out."""
@@ -313,10 +310,8 @@ class Collectives:
     def ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
         """Return forward and backward milliseconds [X] of all of them, from the bytes that each rank sends to each
         peer. Collectives that move nothing take nothing."""
-        parts = [some.ms(bytes_XCD, self._ranks_per_host) for some in self._exchanges]
-        forward_X, backward_X = parts[0]
-        for forward_ms_X, backward_ms_X in parts[1:]:
-            forward_X, backward_X = forward_X + forward_ms_X, backward_X + backward_ms_X
+        each = [some.ms(bytes_XCD, self._ranks_per_host) for some in self._exchanges]
+        forward_X, backward_X = (reduce(add, ms) for ms in zip(*each, strict=True))
         return forward_X, backward_X
 
     def each_ms(self, bytes_CD: Tensor) -> list[float]:

@@ -114,11 +114,6 @@ class ComputeCost(ABC):
         """Estimate :meth:`group_cost_ms` more cheaply, for the observations of a policy."""
         return self.group_cost_ms(latent_XH)
 
-    def reward_ms(self, latent_XDGH: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the estimated MDP's overall cost of placements, [...]: the formula, unless a network has its own
-        overall head."""
-        return overall_ms(self.group_cost_ms(latent_XDGH).sum(-2).sum(-1).amax(-1), collective_ms)
-
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Return notes for readers of these costs, such as tables outside the measured range."""
         return ()

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
+from dreamshard_planner.cost.collectives import Collectives
 from dreamshard_planner.cost.compute import ComputeCost, SharedCores, compute_ms, overall_ms
 
 MEMORY_KINDS = ("HBM", "DDR", "SSD")
@@ -207,10 +207,6 @@ class Problem:
         """Fused group of an option's parts."""
         return self._group_of[table][option]
 
-    def over(self, link: CollectiveModel) -> Problem:
-        """Return the problem with all that is sent in one all-to-all between all ranks, over this link."""
-        return replace(self, bytes_PC=self.bytes_PC.sum(-1, keepdim=True), collectives=Collectives.all_to_all(link))
-
     @overload
     def laid(self, plan: Sharding, tables: Iterable[int] | None = None) -> tuple[Tensor, Tensor]: ...
     @overload
@@ -326,11 +322,6 @@ class Cost:
     def overall_ms(self, sharding: Sharding) -> float:
         """The formula, of one sharding."""
         return float(self.rate(sharding).overall_ms_B[0])
-
-    def reward_ms(self, rank_BP: Tensor) -> Tensor:
-        """Return the estimated MDP's overall cost of placements, [B]."""
-        collective_ms = self.problem.collectives.ms(self.bytes_sent(rank_BP))
-        return self.compute.reward_ms(self.group_latents(rank_BP), collective_ms)
 
     def chosen(self, sharding: Sharding) -> Chosen:
         """The placement of units of span 1 under what the sharding has chosen."""

@@ -243,10 +243,10 @@ def _first_of_each(cost_E: np.ndarray) -> list[int]:
     return [row for row, cost in enumerate(costs) if cost not in costs[:row]]
 
 
-def opening_types(num_tables: int) -> np.ndarray:
-    """Return :data:`OPENINGS` as types that each episode may use for each table, bool [E, T, N]."""
-    allowed = np.array([[[kind in types for kind in TYPES] for types in (one.types, one.theirs)] for one in OPENINGS])
-    heaviest_ET = np.arange(num_tables) < np.array([[one.heaviest * num_tables] for one in OPENINGS])
+def opening_types(num_tables: int, openings: Sequence[Opening] = OPENINGS) -> np.ndarray:
+    """Return openings as types that each episode may use for each table, bool [E, T, N]."""
+    allowed = np.array([[[kind in types for kind in TYPES] for types in (one.types, one.theirs)] for one in openings])
+    heaviest_ET = np.arange(num_tables) < np.array([[one.heaviest * num_tables] for one in openings])
     return np.where(heaviest_ET[..., None], allowed[:, 1:], allowed[:, :1])
 
 
@@ -268,7 +268,7 @@ def policy_starts(cost: Cost, policy: Policy, asked: OptionTotals, seconds: floa
         return []
     size = task.num_tables * cost.problem.num_ranks
     roll_outs = max(FEWEST, portion(len(OPENINGS), min(1.0, BREADTH / size)))
-    types_ETN = opening_types(task.num_tables)[:roll_outs]
+    types_ETN = opening_types(task.num_tables, OPENINGS[:roll_outs])
     later = min(len(SWEEPS), max(1, LENGTH // size)) - 1
     sweeps = [SWEEPS[0], *SWEEPS[len(SWEEPS) - later :]]
     best: dict[int, tuple[float, Sharding]] = {}

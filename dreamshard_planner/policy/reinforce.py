@@ -6,6 +6,7 @@ Shapes: E episodes of one task, S steps, T tables, A actions, N types of shardin
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -140,7 +141,7 @@ def train_policy(
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
     every = -(-config.updates // config.looks) if config.looks else config.updates + 1
     looked_at = tasks[:: -(-len(tasks) // config.look_tasks)]
-    best = (standing(policy, looked_at), _copied(policy)) if config.looks else None
+    best = (standing(policy, looked_at), copy.deepcopy(policy.state_dict())) if config.looks else None
     statistics = []
     for update in range(config.updates):
         remaining = 1 - update / config.updates
@@ -155,16 +156,12 @@ def train_policy(
         statistics.append(UpdateStatistics(*(sum(values) / len(told) for values in zip(*told, strict=True))))
         if best and ((update + 1) % every == 0 or update + 1 == config.updates):
             stands = standing(policy, looked_at)
-            best = (stands, _copied(policy)) if stands < best[0] else best
+            best = (stands, copy.deepcopy(policy.state_dict())) if stands < best[0] else best
         if on_update is not None:
             on_update(update, statistics[-1])
     if best:
         policy.load_state_dict(best[1])
     return statistics
-
-
-def _copied(policy: Policy) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in policy.state_dict().items()}
 
 
 def _types(draws: random.Random, task: ShardingTask, config: ReinforceConfig) -> np.ndarray | None:

@@ -47,9 +47,8 @@ class SearchConfig:
 
     def times(self, effort: float) -> SearchConfig:
         """Return the same settings with this multiple of starts, re-shards, moves and patience."""
-        scaled = ("starts", "reshards", "reshards_per_table", "moves", "patience", "last_moves", "last_patience")
-        changed = {name: portion(getattr(self, name), effort) for name in scaled}
-        return replace(self, effort=self.effort * effort, **changed)
+        counts = {name: portion(value, effort) for name, value in asdict(self).items() if name != "effort"}
+        return replace(self, effort=self.effort * effort, **counts)
 
 
 DEFAULT_SEARCH = SearchConfig()

@@ -23,6 +23,7 @@ from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, 
 from dreamshard_planner.workload.features import FEATURE_INDEX, WORK, feature_matrix
 from dreamshard_planner.workload.tables import Workload
 from paper.networks import PaperCostNetwork
+from paper.placement_mdp import PlacementCost
 
 
 def shardings(cost: Cost) -> list[Sharding]:
@@ -138,7 +139,7 @@ COMPUTE = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", COMPUTE)
 def test_every_compute_cost_keeps_the_contract(name: str) -> None:
-    """Latents count shards, nothing costs nothing, and approximate costs and rewards are of the same shape."""
+    """Latents count shards, nothing costs nothing, and approximate costs are of the same shape."""
     compute, problem = COMPUTE[name], make_cost(6, 2).problem
     cost = Cost(problem, compute)
     latent_BDGH = cost.group_latents(torch.tensor([[0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 1]]))
@@ -149,10 +150,15 @@ def test_every_compute_cost_keeps_the_contract(name: str) -> None:
         assert ms_BDG2.shape == (2, 2, 1, 2) and (ms_BDG2[0, 1] == 0).all() and (ms_BDG2[1] > 0).all()
     assert compute.approximates or torch.equal(cost_BDG2, approximate_BDG2)
     assert str(compute.source)
-    collective_ms = torch.zeros(2), torch.ones(2)
-    if name != "paper":  # whose overall head has learned something else
-        expected_B = cost_BDG2.sum((-1, -2)).amax(-1) + 1
-        assert torch.allclose(compute.reward_ms(latent_BDGH, collective_ms), expected_B)
+
+
+@torch.no_grad()
+def test_a_reward_is_the_formula_or_what_the_papers_network_has_learned() -> None:
+    problem, assignment_BS = make_cost(6, 2).problem, torch.tensor([[0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 0, 1]])
+    plain, paper = (PlacementCost(problem, COMPUTE[name]) for name in ("roofline", "paper"))
+    assert torch.equal(plain.reward_ms(assignment_BS), plain.rate(assignment_BS).overall_ms_B)
+    learned_B = paper.compute.reward_ms(paper.group_latents(assignment_BS))
+    assert torch.equal(paper.reward_ms(assignment_BS), learned_B) and learned_B.shape == (2,)
 
 
 def test_milliseconds_beside_a_kernel_add_up_and_are_not_corrected() -> None:

@@ -137,7 +137,9 @@ def test_large_problems_get_fewer_roll_outs(monkeypatch: pytest.MonkeyPatch) -> 
     (first,) = roll_out(prior_policy(), task_of(cost), 1, sweeps=SWEEPS[:1]).shardings()
     assert starts_of(cost, prior_policy()) == [first] != [alone]
     monkeypatch.setattr("dreamshard_planner.policy.network.FEWEST", 2)
-    two = roll_out(prior_policy(), task_of(cost), 2, types_ETN=opening_types(8)[:2], sweeps=SWEEPS[:1]).shardings()
+    two = roll_out(
+        prior_policy(), task_of(cost), 2, types_ETN=opening_types(8, OPENINGS[:2]), sweeps=SWEEPS[:1]
+    ).shardings()
     assert {*starts_of(cost, prior_policy())} == {*two} > {first}
 
 
