@@ -50,7 +50,7 @@ class SharedCores:
 
     @cached_property
     def waits_L(self) -> Tensor:
-        """What a millisecond of work adds to the whole, from the quickest rank of a host to the slowest, [L]."""
+        """Milliseconds that one of work adds to the whole, from the quickest rank of a host to the slowest, [L]."""
         computing_L = torch.arange(self.on_host, 0, -1, dtype=torch.float64)
         return (computing_L / self.at_once).clamp_min(1).diff(append=torch.zeros(1, dtype=torch.float64)).neg()
 

@@ -151,7 +151,7 @@ def test_what_passes_between_hosts_is_what_takes_long() -> None:
 
 
 def test_a_host_may_have_fewer_ranks() -> None:
-    """Of eight and two ranks, the two have eight peers on the other host, and the eight seven on their own."""
+    """Two ranks have eight peers on the other host, and those eight have seven on their own."""
     made = Topology(10, "cuda", local_world_size=8, intra_host_bw=400e6, inter_host_bw=10e6)
     for link in (links := links_of(made, resolve("auto", "cuda"))).all_to_all, links.reduce_scatter, links.all_reduce:
         assert link.world_size == 10
