@@ -41,7 +41,7 @@ MINUTES ?= 25
 CASES ?= 1000
 TESTS ?= tests
 
-.PHONY: venv demo check test coverage fuzz test-matrix gpu docs clean
+.PHONY: venv demo check style types pages test coverage fuzz test-matrix gpu docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -119,11 +119,17 @@ test-matrix: $(MATRIX:%=.matrix/%/installed) .matrix/newest/installed
 docs: .venv-docs/installed
 	$(<D)/bin/mkdocs build
 
-check: .venv-check/installed .venv-docs/installed $(STAMP)
-	.venv-check/bin/ruff check --quiet
-	.venv-check/bin/ruff format --check --quiet
-	.venv-check/bin/mypy
-	.venv-docs/bin/mkdocs build --strict
+check: style types pages
+
+style: .venv-check/installed
+	$(<D)/bin/ruff check --quiet
+	$(<D)/bin/ruff format --check --quiet
+
+types: .venv-check/installed $(STAMP)
+	$(<D)/bin/mypy
+
+pages: .venv-docs/installed $(STAMP)
+	$(<D)/bin/mkdocs build --strict
 	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_prose.py -k "links or reference or prose or start_with"
 
 clean:
