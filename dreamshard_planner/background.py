@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from operator import le
 from pathlib import Path
 
 import torch
@@ -143,7 +142,10 @@ def _learned(observation: Observation, ranks: int) -> Checkpoint:
         logger.warning("nothing was learned: %s", error)
         in_use = choice.resolve("auto", device, threads, card, ranks)
         is_unconfirmed = isinstance(error, CalibrationRefused) and error.checks
-        if not is_unconfirmed or le(*kernels_off(observation, in_use, measured)):
+        if not is_unconfirmed:
+            return in_use
+        off_in_use, off_measured = kernels_off(observation, in_use, measured)
+        if off_in_use <= off_measured:
             return in_use
         path.unlink(missing_ok=True)
         logger.warning("what earlier runs taught is removed, since these kernels are nearer to the costs without it")

@@ -259,7 +259,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     """Return collectives for a checkpoint's metadata, and sentences about the changes.
 
     Counts runs whose ranks were all observed, with the hosts and backend of the first one. An operation that was
-    observed without a better fit stays as it was. Outputs that were not observed are taken to be slower than predicted
+    observed without a better fit stays as it was, unless :func:`_as_seen_once` has one. Outputs that were not observed are taken to be slower than predicted
     by as much as the learned ones, or a plan would flee to them; those that were measured before get no faster. Null
     stands for the topology's bandwidths. The checkpoint's own collectives come back if held-out exchanges confirm
     nothing.
@@ -278,21 +278,24 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
             seen[one.operation].append(one)
     learned: dict[str, Slowdown] = {}
     said = []
-    for operation, points in seen.items():
-        fit, before, after = _learned(points, links)
+    found = {operation: _learned(points, links) for operation, points in seen.items()}
+    outputs = [fit for operation, (fit, *_) in found.items() if fit is not None and operation in OPERATIONS]
+    slower = Slowdown.mean(outputs) if outputs else None
+    for operation, (fit, before, after) in found.items():
+        now = f"are now {100 * after:.0f} % off"
+        if fit is None and slower is not None:
+            fit, now = _as_seen_once(seen[operation], links, slower), "are now as in the only run"
         if fit is not None:
             learned[operation] = fit
             what = operation if operation in LOOKUPS else f"outputs by {operation}"
             were = "not counted" if getattr(links, operation) is None else f"{100 * before:.0f} % off"
-            said.append(f"{what}: were {were}, are now {100 * after:.0f} % off")
+            said.append(f"{what}: were {were}, {now}")
     if not learned:
         return known, []
     measured = {} if known is None else fits_of(known)
     if known is not None and known.get("hosts", 1) != first.hosts:
         said.append(f"what was measured between ranks of {known.get('hosts', 1)} host(s) is no longer known")
         measured = {}
-    outputs = [fit for operation, fit in learned.items() if operation in OPERATIONS]
-    slower = Slowdown.mean(outputs) if outputs else None
     counted = LOOKUPS if "lookups" in learned or links.lookups is not None else ()
     fits: dict[str, CollectiveFit | None] = {}
     assumed = []
@@ -384,6 +387,17 @@ def _learned(points: Sequence[ObservedExchange], links: Links) -> tuple[Slowdown
     held_out = [one.off(_fit([other for other in points if other is not one], like).of(like)) for one in points]
     after = float(np.abs(held_out).mean())
     return (_fit(points, like) if after < before - LEAST_GAIN else None), before, after
+
+
+def _as_seen_once(points: Sequence[ObservedExchange], links: Links, slower: Slowdown) -> Slowdown | None:
+    """Return the fit to the only point of an operation, if outputs confirm it: by their slowdown the point is predicted
+    nearer, as a factor, than before."""
+    if len(points) > 1:
+        return None
+    (one,), operation = points, points[0].operation
+    model, like = getattr(links, operation), _like(links, operation)
+    before = math.inf if model is None else abs(math.log1p(one.off(model)))
+    return _fit(points, like) if abs(math.log1p(one.off(slower.of(like)))) < before else None
 
 
 def _like(links: Links, operation: str) -> CollectiveModel:

@@ -294,3 +294,23 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
         report = planner.report()
         assert sum(ms for name, ms in report.collectives if name.endswith(" lookups")) > links.lookups.latency_ms
         assert not any("lookups is not counted" in str(note) for note in report.notes)
+
+
+def test_an_exchange_that_was_seen_once_counts_if_outputs_confirm_it(tmp_path: Path) -> None:
+    names = [f"outputs all_to_all {way}" for way in ("forward", "backward")]
+    columns = {f"{name} {kind}": (value,) * 8 for name in names for kind, value in (("span", 5.0), ("bytes", 1e6))}
+    columns |= {f"{name} calls": (1.0,) * 8 for name in names} | {"outputs span together": (10.0,) * 8}
+    prior, cpu, plain = resolve("roofline", "cpu"), topology(2), with_lookups(0)
+    before, moved_D = links_of(cpu, prior), torch.tensor([counted_bytes(rank) for rank in plain.ranks])
+    predicted_ms = float(before.lookups.all_to_all_ms(moved_D))
+    for times in (1.0, 100.0):
+        run = with_lookups(0, more_ms=times * predicted_ms - plain.lookups_ms, **columns)
+        seen = Observation(describe_hardware("cpu", 1), (run,))
+        made = learn(prior, seen, tmp_path / "learned.safetensors", force=True)
+        learned = links_of(cpu, made)
+        assert learned.all_to_all.latency_ms > 50 * before.all_to_all.latency_ms
+        if times == 1.0:  # the bandwidths are nearer
+            assert learned.lookups == before.lookups
+        else:
+            assert float(learned.lookups.all_to_all_ms(moved_D)) == pytest.approx(times * predicted_ms, rel=0.01)
+            assert made.metadata["learned"]["exchanges"][1] == "lookups: were 99 % off, are now as in the only run"
