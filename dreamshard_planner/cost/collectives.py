@@ -336,8 +336,9 @@ class Reached:
 
 NCCL = Reached(inside=0.8, all_to_all=0.78, rings=0.72, inside_ms=0.02, between_ms=0.14)
 """Fitted by ``benchmarks/collectives_prior.py``."""
-IN_FULL = Reached(inside=1.0, all_to_all=1.0, rings=1.0, inside_ms=LATENCY_MS, between_ms=LATENCY_MS)
-"""Shares for backends without published times."""
+GLOO = Reached(inside=1.0, all_to_all=1.0, rings=1.0, inside_ms=1.0, between_ms=1.0)
+"""Bandwidths in full, without published times. An all-to-all of two ranks of a host began after 0.8 ms, other exchanges
+after 2 ms (``benchmarks/results/collectives.md``)."""
 
 
 @dataclass(frozen=True)
@@ -368,7 +369,7 @@ class Interconnect:
             per_host,
             bandwidths.intra_host_bw,
             bandwidths.inter_host_bw,
-            NCCL if has_links else IN_FULL,
+            NCCL if has_links else GLOO,
             math.inf if has_links else topology.ddr_mem_bw,
         )
 
