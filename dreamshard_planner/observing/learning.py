@@ -259,10 +259,10 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     """Return collectives for a checkpoint's metadata, and sentences about the changes.
 
     Counts runs whose ranks were all observed, with the hosts and backend of the first one. An operation that was
-    observed without a better fit stays as it was, unless :func:`_as_seen_once` has one. Outputs that were not observed are taken to be slower than predicted
-    by as much as the learned ones, or a plan would flee to them; those that were measured before get no faster. Null
-    stands for the topology's bandwidths. The checkpoint's own collectives come back if held-out exchanges confirm
-    nothing.
+    observed without a better fit stays as it was, unless :func:`_as_seen_once` has one. Outputs that were not observed
+    are taken to be slower than predicted by as much as the learned ones, or a plan would flee to them; those that were
+    measured before get no faster. Null stands for the topology's bandwidths. The checkpoint's own collectives come back
+    if held-out exchanges confirm nothing.
     """
     known = checkpoint.metadata.get("collectives")
     whole = [run for run in observation.runs if len(run.ranks) == run.world_size > 1]
