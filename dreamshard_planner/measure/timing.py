@@ -74,8 +74,9 @@ def pinned(threads: int, cores: Iterable[int] | None = None) -> Iterator[None]:
         if cores is not None and hasattr(os, "sched_setaffinity"):
             wanted = set(cores)
             for task in Path("/proc/self/task").iterdir():
-                affinities[int(task.name)] = os.sched_getaffinity(int(task.name))
-                os.sched_setaffinity(int(task.name), wanted)
+                with suppress(ProcessLookupError):  # a thread that has ended
+                    affinities[int(task.name)] = os.sched_getaffinity(int(task.name))
+                    os.sched_setaffinity(int(task.name), wanted)
         yield
     finally:
         torch.set_num_threads(threads_before)
