@@ -218,7 +218,8 @@ class _Walk:
     def _rated(self, trials: Sequence[Sequence[Change]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the cost after each trial, with the slowest rank and with :meth:`_smooth`, infinite if memory does not
         allow it; and the bytes that move beyond those that move now."""
-        device_QD, collective_ms, fits_Q = self._state.after(trials)
+        device_QD, bytes_QCD, fits_Q = self._state.after(trials)
+        collective_ms = self._problem.collectives.ms(bytes_QCD)
         computed = compute_ms(device_QD, self._problem.shared_cores), self._smooth(device_QD)
         exact_Q, smooth_Q = (overall_ms(ms_Q, collective_ms).masked_fill(~fits_Q, torch.inf) for ms_Q in computed)
         return exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials])

@@ -114,28 +114,39 @@ def _descend(
     budget: Budget,
     perturbed: Callable[[int], Tensor] | None = None,
 ) -> None:
-    """Descend steeply on each placement's slowest rank, then on the one that exchanges most. A placement that can get
-    no further is replaced by one of ``perturbed``, if given, until patience ends."""
+    """Descend steeply on each placement's slowest rank, on the one that sends longest in all, and on those that do in
+    each collective, in turns. A placement that can get no further is replaced by one of ``perturbed``, if given, until
+    patience ends."""
     every_B = row_B = torch.arange(len(states.assignment_BP))
-    by_bytes_B = torch.zeros(len(row_B), dtype=torch.bool)
+    turn_B, failed_B = torch.zeros_like(row_B), torch.zeros_like(row_B)
     fruitless = 0
     while len(row_B) and budget.left() and (perturbed is None or fruitless < config.last_patience):
-        slowest_B = rounded(states.device_ms_D[row_B], best.unit).argmax(-1)
-        busiest_B = (states.byte_weight_C1 * states.bytes_CD[row_B]).sum(1).argmax(-1)
-        bottleneck_B = torch.where(by_bytes_B, busiest_B, slowest_B)
+        bottlenecks = _bottlenecks(states, row_B, best.unit)
+        bottleneck_B = torch.stack(bottlenecks, -1).gather(1, turn_B[:, None])[:, 0]
         improved_B, candidates = improve(states, row_B, bottleneck_B, best.unit)
         budget.spend(candidates)
-        stuck_B = ~improved_B & (by_bytes_B | (slowest_B == busiest_B))
-        by_bytes_B = ~improved_B & ~stuck_B
+        failed_B = torch.where(improved_B, 0, failed_B + 1)
+        turn_B = torch.where(improved_B, turn_B, (turn_B + 1) % len(bottlenecks))
+        stuck_B = failed_B == len(bottlenecks)
         if not stuck_B.any():
             continue
         ended_X = row_B[stuck_B]
         fruitless = 0 if best.challenge(states, ended_X) else fruitless + len(ended_X)
         if perturbed is None:
-            row_B, by_bytes_B = row_B[~stuck_B], by_bytes_B[~stuck_B]
+            row_B, turn_B, failed_B = row_B[~stuck_B], turn_B[~stuck_B], failed_B[~stuck_B]
         else:
             states.replace(ended_X, perturbed(len(ended_X)))
+            failed_B[stuck_B] = 0
     best.challenge(states, every_B)
+
+
+def _bottlenecks(states: PlacementState, row_B: Tensor, unit: float) -> list[Tensor]:
+    """Return ranks of some placements, [B] each: the slowest, and the ones that send longest, in all and in each
+    collective."""
+    sent_BKD = states.sent_ms(states.bytes_CD[row_B])[:, states.sending_K]
+    in_all = [sent_BKD.sum(1)] if sent_BKD.shape[1] > 1 else []
+    loads_BD = [rounded(states.device_ms_D[row_B], unit), *in_all, *sent_BKD.unbind(1)]
+    return [load_BD.argmax(-1) for load_BD in loads_BD]
 
 
 def improve(states: PlacementState, row_B: Tensor, bottleneck_B: Tensor, unit: float) -> tuple[Tensor, int]:
@@ -289,8 +300,8 @@ class Step:
         compute_BX = self._computed(device_BX, here_ms_BX, device_ms_BX)
         bytes_KP = self._states.sent_bytes_KP
         gained_KBX = bytes_KP[:, leaving_BX] - torch.where(arrival_BX >= 0, bytes_KP[:, arrival_BX], 0.0)
-        here_KBX, there_KBX = self._of_both(self._bytes_KBD, device_BX)
-        here_KBX, there_KBX = here_KBX - gained_KBX, there_KBX + gained_KBX
+        here_before_KBX, there_before_KBX = self._of_both(self._bytes_KBD, device_BX)
+        here_KBX, there_KBX = here_before_KBX - gained_KBX, there_before_KBX + gained_KBX
         collective_ms = self._states.exchanges.bounded_ms(
             torch.maximum(self._most.beside(device_BX), torch.maximum(here_KBX, there_KBX)),
             torch.minimum(self._least.beside(device_BX), torch.minimum(here_KBX, there_KBX)),
@@ -298,6 +309,8 @@ class Step:
         )
         overall_BX = overall_ms(compute_BX, collective_ms) + self._states.other_collectives_ms
         square_BX = here_ms_BX**2 + device_ms_BX**2 - sum(self._of_both(self._device_ms_BD**2, device_BX))
+        changed_KBX = 2 * gained_KBX * (there_before_KBX - here_before_KBX + gained_KBX)  # of both squares together
+        square_BX = square_BX + torch.tensordot(self._states.exchanges.sent_ms_per_byte_K**2, changed_KBX, 1)
         return rounded(overall_BX, self._unit), rounded(square_BX, self._unit**2)
 
     def _computed(self, device_BX: Tensor, here_ms_BX: Tensor, device_ms_BX: Tensor) -> Tensor:

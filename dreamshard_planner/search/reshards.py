@@ -94,12 +94,12 @@ class ShardingState(State):
         """Return how a table is sharded, as a change that changes nothing."""
         return table, self.sharding.options[table], self.sharding.positions[table]
 
-    def after(self, trials: Sequence[Sequence[Change]]) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    def after(self, trials: Sequence[Sequence[Change]]) -> tuple[Tensor, Tensor, Tensor]:
         """Rate trials, each of which changes some tables.
 
         Returns:
-            Compute of each rank, float64 [Q, D]; forward and backward milliseconds of the collectives, both [Q]; and
-            whether memory allows it, bool [Q]. What grows by nothing always fits.
+            Compute of each rank, float64 [Q, D]; bytes that it sends to each peer, float64 [Q, C, D]; and whether
+            memory allows it, bool [Q]. What grows by nothing always fits.
         """
         problem, count = self.problem, len(trials)
         ranks, groups = problem.num_ranks, problem.num_groups
@@ -127,7 +127,7 @@ class ShardingState(State):
         bytes_QDC.flatten(0, 1).index_add_(0, row_X, sign_X1 * problem.bytes_PC[part_X])
         more_QDM = summed(sign_X1 * problem.needs_PM[part_X], row_X, count * ranks).view(count, ranks, -1)
         fits_Q = ((more_QDM <= self.free_DM) | (more_QDM <= 0)).flatten(1).all(-1)
-        return device_QD, problem.collectives.ms(bytes_QDC.transpose(1, 2)), fits_Q
+        return device_QD, bytes_QDC.transpose(1, 2), fits_Q
 
     def force(self, table: int, option: int) -> None:
         """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
@@ -166,8 +166,8 @@ class ShardingState(State):
         return tried
 
     def _reshard(self, tables: Sequence[int]) -> tuple[bool, int]:
-        """Apply the best re-shard of one of the tables, if it lowers the cost, or the sum of squares of the ranks'
-        costs at the same cost. Says whether it did, and how many it tried."""
+        """Apply the best re-shard of one of the tables, if it lowers the cost, or the sum of squares at the same cost.
+        Says whether it did, and how many it tried."""
         queries = [
             (table, option)
             for table in tables
@@ -192,11 +192,11 @@ class ShardingState(State):
         return self._taken(swaps[0]), math.ceil(swaps[1] / self.problem.num_ranks)
 
     def _taken(self, tried: Tried) -> bool:
-        """Apply the best of some trials, if its cost, rounded, is lower than now; or as low with a lower sum of squares
-        of the ranks' costs. Says whether it did."""
+        """Apply the best of some trials, if its cost, rounded, is lower than now; or as low with a lower sum of
+        squares. Says whether it did."""
         index = int(tried.key_Q.argmin())
         after, now = float(tried.overall_Q[index]), in_steps(float(self.overall_ms()), self._unit)
-        least_square = float(self.device_ms_D.square().sum()) * (1 - 10.0**-DIGITS)
+        least_square = float(self.square(self.device_ms_D, self.bytes_CD)) * (1 - 10.0**-DIGITS)
         if after > now or (after == now and float(tried.square_Q[index]) >= least_square):
             return False
         for change in tried.changes[index]:
@@ -262,7 +262,7 @@ class ShardingState(State):
         computed_Q = compute_ms(device_QD, problem.shared_cores)
         overall_Q = in_steps(overall_ms(computed_Q, problem.collectives.ms(bytes_QCD)), self._unit)
         changes = [[(table, option, tuple(places))] for (table, option), places in zip(queries, positions, strict=True)]
-        return Tried(changes, overall_Q.masked_fill(~fits_Q, torch.inf), device_QD.square().sum(-1))
+        return Tried(changes, overall_Q.masked_fill(~fits_Q, torch.inf), self.square(device_QD, bytes_QCD))
 
     def _started(
         self, tables: Sequence[int], queries: Sequence[tuple[int, int]], group_cost: Callable[[Tensor], Tensor]
@@ -395,7 +395,8 @@ def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int
 
     pairs = [(here_V[pair // len(table_W)], pair % len(table_W)) for pair in best_Q]
     changes = [[moved(here, there), moved(there, here)] for here, there in pairs]
-    device_QD, collective_ms, fits_Q = state.after(changes)
-    overall_Q = overall_ms(compute_ms(device_QD, problem.shared_cores), collective_ms).masked_fill(~fits_Q, torch.inf)
-    tried = Tried(changes, in_steps(overall_Q, unit), device_QD.square().sum(-1))
+    device_QD, bytes_QCD, fits_Q = state.after(changes)
+    overall_Q = overall_ms(compute_ms(device_QD, problem.shared_cores), problem.collectives.ms(bytes_QCD))
+    overall_Q.masked_fill_(~fits_Q, torch.inf)
+    tried = Tried(changes, in_steps(overall_Q, unit), state.square(device_QD, bytes_QCD))
     return tried, int(2 * span_W[[here for here, _ in pairs]].sum())

@@ -48,7 +48,7 @@ class Tried:
     overall_Q: Tensor
     """Cost in whole steps; infinite where memory does not allow it."""
     square_Q: Tensor
-    """Sum of squares of the ranks' milliseconds."""
+    """See :meth:`State.square`."""
 
     @cached_property
     def key_Q(self) -> Tensor:
@@ -76,6 +76,20 @@ class State:
     def device_ms_D(self) -> Tensor:
         """Compute of each rank, forward + backward."""
         return self.group_ms_DG.sum(-1)
+
+    def square(self, device_ms_XD: Tensor, bytes_XCD: Tensor) -> Tensor:
+        """Return the sum of squares of the ranks' milliseconds, [X]: of compute, and of what each sends in each
+        collective. Of plans that cost the same, the one with the lower sum is nearer to a cheaper one."""
+        return device_ms_XD.square().sum(-1) + self.sent_ms(bytes_XCD).square().sum((-2, -1))
+
+    def sent_ms(self, bytes_XCD: Tensor) -> Tensor:
+        """Return the milliseconds that what each rank sends would take alone, [X, C, D], latencies left out."""
+        return bytes_XCD * self._sent_ms_per_byte_C1
+
+    @cached_property
+    def _sent_ms_per_byte_C1(self) -> Tensor:
+        forward_C, backward_C = self.problem.collectives.alone_ms_per_byte()
+        return (forward_C + backward_C)[:, None]
 
     def overall_ms(self) -> Tensor:
         """Cost of each plan, [B]."""
@@ -111,12 +125,9 @@ class PlacementState(State):
         return self.problem.bytes_PC.T[self.exchanges.column_K].contiguous()
 
     @cached_property
-    def byte_weight_C1(self) -> Tensor:
-        """Cost of a byte in each of them, over that of the dearest; alike if none costs anything."""
-        sends_C = self.problem.bytes_PC.any(0)
-        weight_C = self.problem.collectives.level_ms_per_byte(self.problem.num_ranks) * sends_C
-        weight_C = weight_C if weight_C.any() else sends_C.double()
-        return (weight_C / weight_C.max().clamp_min(1e-300))[:, None]
+    def sending_K(self) -> Tensor:
+        """Columns of these collectives, each once, except those that cost nothing."""
+        return (self.problem.bytes_PC.any(0) & (self._sent_ms_per_byte_C1[:, 0] > 0)).nonzero()[:, 0]
 
     @cached_property
     def other_collectives_ms(self) -> Tensor:
