@@ -284,10 +284,11 @@ def _forced_out(model: ModelProblem, wider: _WiderSpace, plan: Sequence[Sharding
 
 
 def _left_out(model: ModelProblem, wider: _WiderSpace, plan: Sequence[ShardingOption]) -> Note:
-    """Return a note on the excluded options, with the cost of TorchRec's plan over all options of smaller models."""
+    """Return a note on the excluded options. Beyond quick effort it has the cost of TorchRec's plan over all options of
+    smaller models."""
     text = f"exact training leaves out {wider.opened_in_words()} (exact_training=False allows it)"
     figures = {}
-    if len(plan) * model.left.world_size <= MAX_SHARDS:
+    if len(plan) * model.left.world_size <= MAX_SHARDS and model.settings.effort != "quick":
         figures["exact_ms"] = exact_ms = wider.context.rated(plan).total_ms
         theirs_ms = _torchrec_ms(model, wider, plan)
         if theirs_ms is None:

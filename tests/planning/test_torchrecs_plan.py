@@ -15,6 +15,7 @@ from torchrec.optim import SGD, RowWiseAdagrad
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.planning import plan_notes
 from dreamshard_planner.plans.report import Report
+from dreamshard_planner.search.effort import EFFORTS
 
 SIZES = ((900, 64), (50_000, 16), (7_000, 128), (30_000, 32), (400, 16), (100_000, 64), (12_000, 8), (2_000, 32))
 
@@ -124,14 +125,15 @@ def test_tables_that_exact_training_keeps_out_of_device_memory_come_first() -> N
 
 
 @pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
-def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
+def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """TorchRec replicates small tables in half precision, which trains them otherwise."""
+    monkeypatch.setitem(EFFORTS, "default", EFFORTS["quick"])
     small = (table(f"t{i}", 200, 64, data_type=DataType.FP16) for i in range(8))
     model = collection(*small, table("large", 10_000_000, 64), optimizer=RowWiseAdagrad)
     gpus = Topology(16, "cuda", local_world_size=8)
     given = {"topology": gpus, "batch_size": 512, "debug": False, "stats": []}
     given["storage_reservation"] = FixedPercentageStorageReservation(0.1)
-    made = DreamShardPlanner(cost_source=cost_source, effort="quick", **given)
+    made = DreamShardPlanner(cost_source=cost_source, **given)
     made.plan(model, SHARDERS)
     (note,) = [note for note in made.report().notes if note.code == "beyond_exact_training"]
     theirs = EmbeddingShardingPlanner(**given).plan(model, SHARDERS)
@@ -142,9 +144,13 @@ def test_torchrecs_plan_over_all_options_is_predicted(cost_source: str) -> None:
     assert f"predicted at {note.figures['torchrec_ms']:.3f} ms" in str(made.report())
 
 
-def test_large_models_have_no_prediction_of_torchrecs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_notes, "MAX_SHARDS", 1)
-    tables = table("a", 200, 64), table("b", 300, 64)
-    made = small_models.planned(collection(*tables, optimizer=RowWiseAdagrad), topology=Topology(2, "cuda"))
+@pytest.mark.parametrize(("effort", "most"), [("default", 1), ("quick", 4_000)])
+def test_large_models_and_quick_plans_have_no_prediction_of_torchrecs(
+    effort: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_notes, "MAX_SHARDS", most)
+    monkeypatch.setitem(EFFORTS, "default", EFFORTS["quick"])
+    model, gpus = collection(table("a", 200, 64), table("b", 300, 64), optimizer=RowWiseAdagrad), Topology(2, "cuda")
+    made = small_models.planned(model, topology=gpus, effort=effort)
     (note,) = [note for note in made.report().notes if note.code == "beyond_exact_training"]
     assert "exact training leaves out" in note.text and "TorchRec's plan" not in note.text and not note.figures
