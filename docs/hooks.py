@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Show the README's first half on the landing page, and references to code in docstrings as code."""
+"""Show the README on the landing page, and references to code in docstrings as code."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)</code>"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the README up to "Install" on the landing page. Links to files outside of docs become text."""
+    """Put the README up to "Promises" on the landing page. Links to files outside of docs become text."""
     if page.file.src_uri != "index.md":
         return markdown
-    shown = (ROOT / "README.md").read_text().split("\n```python", 1)[1].split("\n## Install", 1)[0]
+    shown = (ROOT / "README.md").read_text().split("\n```python", 1)[1].split("\n## Promises", 1)[0]
     shown = _OTHER_LINK.sub(r"\1", f"```python{shown}".replace("](docs/", "]("))
     return markdown.replace("<!-- README -->", shown)
 
