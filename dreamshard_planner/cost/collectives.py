@@ -7,8 +7,8 @@ between real ranks where a checkpoint has that, else with the bandwidths of Torc
 Between GPUs, collectives reach a share of a given bandwidth, which ``benchmarks/collectives_prior.py`` fits to times of
 NCCL that others published. In an all-to-all between hosts each rank has its own part of the network, as NVIDIA's
 nccl-tests say (issue 130). Reduce-scatters, all-gathers and all-reduces send each byte to another host once or twice,
-whatever the number of ranks there, over the network of all of a host's ranks at once. CPU ranks of one host have no
-link of their own: what any of them sends passes the memory that all of them share, also on its way to another host.
+whatever the number of ranks there, over the network of all of a host's ranks at once. CPU ranks have the rates of gloo
+between ranks of one host, which the processor limits, not the link.
 
 Shapes: D devices, C collectives; leading dimensions are free.
 """
@@ -328,7 +328,7 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Reached:
-    """Shares of a bandwidth, and what a collective takes however little it moves."""
+    """Shares of a bandwidth, what a collective takes however little it moves, and the most that software moves."""
 
     inside: float
     """Share of a rank's link to the others of its host."""
@@ -338,13 +338,17 @@ class Reached:
     """Share of a whole host's network in rings and trees."""
     inside_ms: float
     between_ms: float
+    copied_bytes_per_ms: float = math.inf
+    """Most bytes of an all-to-all, of all ranks of a host together."""
+    ringed_bytes_per_ms: float = math.inf
+    """Most bytes to all peers that a rank sends in reductions and all-gathers."""
 
 
 NCCL = Reached(inside=0.8, all_to_all=0.78, rings=0.72, inside_ms=0.02, between_ms=0.14)
 """Fitted by ``benchmarks/collectives_prior.py``."""
-GLOO = Reached(inside=1.0, all_to_all=1.0, rings=1.0, inside_ms=1.0, between_ms=1.0)
-"""Bandwidths in full, without published times. An all-to-all of two ranks of a host began after 0.8 ms, other exchanges
-after 2 ms (``benchmarks/results/collectives.md``)."""
+GLOO = Reached(1.0, 1.0, 1.0, inside_ms=2.0, between_ms=2.0, copied_bytes_per_ms=5.2e6, ringed_bytes_per_ms=0.75e6)
+"""Between measurements of two and of four ranks on two cores (``benchmarks/results/collectives.md``): the processor
+copies what gloo sends, however fast memory is."""
 
 
 @dataclass(frozen=True)
@@ -363,7 +367,7 @@ class Interconnect:
     """Bandwidth of a rank's part of the network."""
     reached: Reached = NCCL
     memory_bytes_per_ms: float = math.inf
-    """Bandwidth of a host's memory, which all exchanges of its ranks pass; infinite if each has a link past it."""
+    """Bandwidth of a host's memory, which all copies between its ranks pass; infinite if each has a link past it."""
 
     @classmethod
     def of(cls, topology: Topology) -> Interconnect:
@@ -387,7 +391,8 @@ class Interconnect:
         """Return the model between all ranks, limited by the slower of a rank's traffic inside and between hosts."""
         peers, inside = max(1, self.ranks - 1), max(1, self.ranks_per_host - 1)
         others = (self.hosts - 1) * self.ranks_per_host  # of a rank of the last host
-        return self._world(self._inside * peers / inside, self._all_to_all * peers / max(1, others))
+        model = self._world(self._inside * peers / inside, self._all_to_all * peers / max(1, others))
+        return replace(model, shared_bytes_per_ms=self.hosts * self._copied)
 
     def lookups(self) -> CollectiveModel:
         """One all-to-all after the other; GPUs are taken to sort ids in no time."""
@@ -396,22 +401,22 @@ class Interconnect:
 
     def reduce_scatter(self) -> CollectiveModel:
         """Return the model between all ranks; an all-gather takes as long."""
-        return self._world(self._inside, self._rings)
+        return self._world(self._ring(1), self._rings(1))
 
     def all_reduce(self) -> CollectiveModel:
         """Return the model between all ranks; an n-th of the tensor counts as the bytes to each peer. A tree sends
         the tensor to each other host once and back, a ring to each other rank."""
         once = (1 - 1 / self.ranks) / max(0.5, 1 - 1 / self.hosts)
-        return self._world(self._inside / 2, self._rings / 2 * once, passes=2)
+        return self._world(self._ring(1 / 2), self._rings(once / 2))
 
     def host_reduce_scatter(self) -> CollectiveModel:
         """Return the model between the ranks of one host; an all-gather takes as long."""
-        return self._model(self.ranks_per_host, self._inside, self.memory_bytes_per_ms, between=False)
+        return self._model(self.ranks_per_host, self._ring(1), math.inf, between=False)
 
     def across(self) -> CollectiveModel:
         """Return the all-to-all between the ranks of the same place on every host."""
         # As many go on side by side as a host has ranks.
-        shared_bytes_per_ms = self.hosts * self.memory_bytes_per_ms / self.ranks_per_host
+        shared_bytes_per_ms = self.hosts * self._copied / self.ranks_per_host
         return self._model(self.hosts, self._all_to_all, shared_bytes_per_ms, between=True)
 
     def all_to_one(self) -> CollectiveModel:
@@ -435,20 +440,28 @@ class Interconnect:
         return self.between_bytes_per_ms * self.reached.all_to_all
 
     @property
-    def _rings(self) -> float:
-        return self.ranks_per_host * self.between_bytes_per_ms * self.reached.rings
+    def _copied(self) -> float:
+        return min(self.memory_bytes_per_ms, self.reached.copied_bytes_per_ms)
 
-    def _world(self, inside: float, between: float, passes: int = 1) -> CollectiveModel:
-        """Return a model between all ranks, at the speed of the slowest link; each byte passes memory so many times."""
-        shared_bytes_per_ms = self.hosts * self.memory_bytes_per_ms / passes
+    def _ring(self, share: float) -> float:
+        """Return the rate of a rank in rings that reach so large a share of its link."""
+        return min(self._inside * share, self.reached.ringed_bytes_per_ms)
+
+    def _rings(self, share: float) -> float:
+        """Return the rate of a rank in rings that reach so large a share of its host's network."""
+        network = self.ranks_per_host * self.between_bytes_per_ms * self.reached.rings
+        return min(network * share, self.reached.ringed_bytes_per_ms)
+
+    def _world(self, inside: float, between: float) -> CollectiveModel:
+        """Return a model between all ranks, at the speed of the slowest link."""
         if self.hosts == 1:
-            return self._model(self.ranks, inside, shared_bytes_per_ms, between=False)
+            return self._model(self.ranks, inside, math.inf, between=False)
         slowest = between if self.ranks_per_host == 1 else min(inside, between)
-        return self._model(self.ranks, slowest, shared_bytes_per_ms, between=True)
+        return self._model(self.ranks, slowest, math.inf, between=True)
 
     def _model(self, ranks: int, bytes_per_ms: float, shared_bytes_per_ms: float, between: bool) -> CollectiveModel:
         given = self.between_bytes_per_ms if between else min(self.inside_bytes_per_ms, self.memory_bytes_per_ms)
         latency_ms = self.reached.between_ms if between else self.reached.inside_ms
-        prior = "prior from published times of NCCL, " if self.reached is NCCL else ""
+        prior = "prior from published times of NCCL, " if self.reached is NCCL else "prior from gloo elsewhere, "
         source = f"{prior}topology's {given * 1e3 / 1e9:.0f} GB/s, nothing measured"
         return CollectiveModel(ranks, bytes_per_ms, latency_ms, source, shared_bytes_per_ms)

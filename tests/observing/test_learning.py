@@ -206,17 +206,17 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     prior, learned = (links_of(topology(2), one) for one in (resolve("roofline", "cpu"), made))
     sent_D = torch.tensor([1e6, 2e6], dtype=torch.float64)
     assert float(learned.all_to_all.all_to_all_ms(sent_D)) == pytest.approx(10.0, rel=0.1)
-    # What all ranks send passes one memory, before and after; all-reduces, not seen, are as much slower.
+    times = prior.all_to_all.shared_bytes_per_ms / learned.all_to_all.shared_bytes_per_ms
+    # All-reduces, not seen, are as much slower.
     for operation in ("all_to_all", "all_reduce"):
         before, after = getattr(prior, operation), getattr(learned, operation)
-        times = before.shared_bytes_per_ms / after.shared_bytes_per_ms
         assert times == pytest.approx(before.bytes_per_ms / after.bytes_per_ms)
-        assert 5 < after.latency_ms / before.latency_ms < times  # few sizes tell them apart
+        assert 2 < after.latency_ms / before.latency_ms < times  # few sizes tell them apart
     assert fits["lookups"] is fits["bucketing"] is None and learned.lookups == prior.lookups  # not seen: still counted
     assert learned.all_to_all.is_measured and not learned.all_reduce.is_measured
     assert "taken to be as much slower" in learned.all_reduce.source
     (said,) = made.metadata["learned"]["exchanges"]
-    assert said == "outputs by all_to_all: were 91 % off, are now 12 % off"
+    assert said == "outputs by all_to_all: were 77 % off, are now 6 % off"
     planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
     planner.plan(model(), SHARDERS)
     assert planner.report().collectives_source.startswith("measured with gloo on 2 ranks of one")
@@ -237,7 +237,7 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     assert alone.metadata["collectives"] is None  # nobody knows how long it waited
 
 
-LATENCY_MS, RATE, BATCHES = 5.0, 1e6, 500
+LATENCY_MS, RATE, BATCHES = 10.0, 2e6, 500
 """Latency of an exchange of lookups, its bytes per millisecond, and the factor of its larger batches."""
 
 
@@ -308,7 +308,7 @@ def test_an_exchange_that_was_seen_once_counts_if_outputs_confirm_it(tmp_path: P
         seen = Observation(describe_hardware("cpu", 1), (run,))
         made = learn(prior, seen, tmp_path / "learned.safetensors", force=True)
         learned = links_of(cpu, made)
-        assert learned.all_to_all.latency_ms > 50 * before.all_to_all.latency_ms
+        assert learned.all_to_all.latency_ms > 40 * before.all_to_all.latency_ms
         if times == 1.0:  # the bandwidths are nearer
             assert learned.lookups == before.lookups
         else:
