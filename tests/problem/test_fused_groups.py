@@ -24,7 +24,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 import collectives_prior
 from dreamshard_planner.checkpoints.choice import resolve
-from dreamshard_planner.cost.collectives import NCCL, CollectiveFit, CollectiveModel
+from dreamshard_planner.cost.collectives import GLOO, NCCL, CollectiveFit, CollectiveModel
 from dreamshard_planner.planning.cost_sources import FREE, links_of
 from dreamshard_planner.problem.parts import Links
 from dreamshard_planner.problem.reader import OptionReader
@@ -159,27 +159,28 @@ def test_a_host_may_have_fewer_ranks() -> None:
     assert ms == pytest.approx(8e6 / (10e6 * NCCL.all_to_all) + NCCL.between_ms)
 
 
-def test_what_cpu_ranks_of_a_host_exchange_passes_its_memory() -> None:
-    made = Topology(4, "cpu", local_world_size=4, intra_host_bw=400e6, ddr_mem_bw=50e6)
-    links = links_of(made, resolve("roofline", "cpu"))
+def test_the_processor_limits_what_cpu_ranks_exchange() -> None:
+    """A host's ranks share what it copies in an all-to-all; in rings each has a rate of its own."""
     sent = torch.tensor([[1e6, 1e6, 1e6, 1e6], [4e6, 0, 0, 0]])
-    # The slowest rank sends four times as much, all together the same.
-    both = (links.all_to_all, links.all_reduce)
-    all_to_all, all_reduce = (link.all_to_all_ms(sent) - link.latency_ms for link in both)
-    assert all_to_all.tolist() == pytest.approx([3e6 / 400e6 + 12e6 / 50e6, 12e6 / 400e6 + 12e6 / 50e6])
-    assert all_reduce.tolist() == pytest.approx((2 * all_to_all).tolist())
-    assert "topology's 50 GB/s" in links.all_to_all.source and not links.all_to_all.is_measured
-    # Of two hosts each has its memory, also where rows are added up inside first.
-    two = links_of(
-        Topology(8, "cpu", local_world_size=4, inter_host_bw=10e9, ddr_mem_bw=50e6), resolve("roofline", "cpu")
-    )
+    for memory, copied in ((50e6, GLOO.copied_bytes_per_ms), (2e6, 2e6)):
+        made = Topology(4, "cpu", local_world_size=4, intra_host_bw=400e6, ddr_mem_bw=memory)
+        links = links_of(made, resolve("roofline", "cpu"))
+        all_to_all, all_reduce = (
+            (link.all_to_all_ms(sent) - link.latency_ms).tolist() for link in (links.all_to_all, links.all_reduce)
+        )
+        # The slowest rank sends four times as much, all together the same.
+        assert all_to_all == pytest.approx([3e6 / 400e6 + 12e6 / copied, 12e6 / 400e6 + 12e6 / copied])
+        assert all_reduce == pytest.approx([3e6 / GLOO.ringed_bytes_per_ms, 12e6 / GLOO.ringed_bytes_per_ms])
+        assert f"topology's {memory / 1e6:.0f} GB/s" in links.all_to_all.source and not links.all_to_all.is_measured
+    two = links_of(Topology(8, "cpu", local_world_size=4, inter_host_bw=10e9), resolve("roofline", "cpu"))
     alike = torch.full((8,), 1e6)
     everywhere, inside, across = (
-        link.all_to_all_ms(alike[: link.world_size]) - link.latency_ms
+        (link.all_to_all_ms(alike[: link.world_size]) - link.latency_ms).item()
         for link in (two.reduce_scatter, two.host_reduce_scatter, two.across)
     )
-    assert everywhere.item() == pytest.approx(56e6 / 100e6, rel=0.1)
-    assert inside.item() == pytest.approx(12e6 / 50e6, rel=0.1) and across.item() == pytest.approx(2e6 / 25e6, rel=0.1)
+    assert (everywhere, inside) == pytest.approx((7e6 / GLOO.ringed_bytes_per_ms, 3e6 / GLOO.ringed_bytes_per_ms))
+    # Four go on side by side on each of two hosts.
+    assert across == pytest.approx(8e6 / (2 * GLOO.copied_bytes_per_ms), rel=0.01)
 
 
 def test_the_prior_agrees_with_published_collectives() -> None:
