@@ -50,6 +50,7 @@ from dreamshard_planner.planning.ranks import (
     check_ranks,
     check_tables,
     gathered,
+    place_on_hosts,
     plan_on_rank_0,
     read_topology,
     told,
@@ -357,6 +358,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             plan = make()
             if self._topology.world_size == ranks:
                 check_hosts(plan, self._topology)
+                place_on_hosts(plan, self._topology)
             return plan
 
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.comm import get_local_size, get_topology_domain_multiple, get_topology_group_world_size
 from torchrec.distributed.planner.types import DeviceHardware, PlannerError, Storage, Topology
+from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner import driver
@@ -25,7 +28,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.devices import GB, cores_of, gpu_of, listed_like, make_topology, speed_of
 from dreamshard_planner.driver import Card
-from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.search_space.modules import table_configs
@@ -378,6 +381,30 @@ def check_tables(module: nn.Module, pg: dist.ProcessGroup) -> None:
         first = ranks.from_first(sizes)
         if told := next(filter(None, ranks.gather(lambda: difference(first))), None):
             raise DreamShardError(told)
+
+
+def place_on_hosts(plan: ShardingPlan, topology: Topology) -> None:
+    """Give shards the GPU that their rank has on the hosts of ``LOCAL_WORLD_SIZE``, in place.
+
+    Topologies without ``local_world_size`` have one host. TorchRec then takes rank 8 to be on its ninth GPU, and its
+    ``DistributedModelParallel`` ends in an error.
+
+    Warns:
+        InputWarning: the topology has other hosts.
+    """
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", topology.local_world_size))
+    if topology.compute_device == "cpu" or on_host == topology.local_world_size:
+        return
+    warnings.warn(
+        f"the topology has {topology.local_world_size} ranks on a host, and LOCAL_WORLD_SIZE is {on_host}: tables are "
+        f"placed by that, and costs go by the topology; give Topology local_world_size={on_host}",
+        InputWarning,
+        stacklevel=4,
+    )
+    for module in plan.plan.values():
+        for table in module.values():
+            for shard in getattr(table.sharding_spec, "shards", ()):
+                shard.placement = _remote_device(placement(topology.compute_device, shard.placement.rank(), on_host))
 
 
 def check_hosts(plan: ShardingPlan, topology: Topology) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank
-from small_models import collection, table
+from small_models import collection, planner, table
 from tiny import SHARDERS, TinyModel, make_planner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -30,11 +30,13 @@ from dreamshard_planner import (
     DreamShardError,
     DreamShardPlanner,
     FeatureStatistics,
+    PlacementRules,
     StatisticsError,
     TableStatistics,
     driver,
 )
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveFit
+from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.measure import collectives
 from dreamshard_planner.measure.collectives import PAYLOADS, MeasuredCollectives, measure
 from dreamshard_planner.planning import ranks
@@ -280,6 +282,16 @@ def test_hosts_that_torchrec_does_not_form_are_refused(
     plan = planner.plan(collection(table("t")), list(SHARDERS))
     with pytest.raises(DreamShardError, match=f"^t lie over 4 ranks each .*{says}") if says else nullcontext():
         ranks.check_hosts(plan, four)
+
+
+def test_gpus_are_those_of_the_hosts_that_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topology without hosts has a single one, whose fourth GPU no rank has (225, 3569)."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    four, rules = Topology(4, "cuda"), PlacementRules(on_ranks={"t": [3]})
+    plan = planner(topology=four, placement_rules=rules).plan(collection(table("t")), list(SHARDERS))
+    with pytest.warns(InputWarning, match="4 ranks on a host, and LOCAL_WORLD_SIZE is 2: .* local_world_size=2"):
+        ranks.place_on_hosts(plan, four)
+    assert str(plan.plan[""]["t"].sharding_spec.shards[0].placement) == "rank:3/cuda:1"
 
 
 @pytest.mark.parametrize("name", ERRORS)
