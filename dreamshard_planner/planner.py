@@ -278,12 +278,17 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     def _begin(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ModelProblem:
         """Read a module, and set the components of TorchRec's loop."""
         self._loop = None
+        if self._topology is not self._ranks.topology:  # a subclass took memory out
+            self._ranks = replace(self._ranks, topology=self._topology)
         model = ModelProblem.of(
             self._settings, self._ranks, module, sharders, self._reservation, self._given.enumerator
         )
         self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back, self._remembered)
         self._batch_size: int = model.settings.batch_size
         self._storage_reservation = answering(self._reservation, "reserve", model.left)
+        self._storage_reservation.__dict__.setdefault(
+            "_percentage", None
+        )  # which TorchRec's text on a lack of room reads
         self._constraints = model.context.constraints
         self._enumerator = answering(model.enumerator, "enumerate", model.search_space)
         self._proposers: list[Proposer] = loop.proposers

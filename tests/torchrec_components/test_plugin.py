@@ -4,11 +4,13 @@
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_models import SHARDERS, TABLE_WISE, collection, planned, planner, ranks_of, small_model, table, topology
+from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopStorageModel
@@ -21,6 +23,7 @@ from torchrec.distributed.planner.types import (
     Stats,
     Topology,
 )
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics, TaskError
@@ -70,6 +73,25 @@ def test_given_components_are_used() -> None:
     report = made.report()
     assert report.rivals == () and report.chosen.total_ms == made.predict(made.options).total_ms
     assert any("OnTheLastRank" in note.text for note in report.notes)
+
+
+def test_a_subclass_may_take_memory_out_of_the_topology() -> None:
+    """As planners do that place further tables themselves."""
+
+    class Less(DreamShardPlanner):
+        def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
+            whole, self._topology = self._topology, left
+            try:
+                return super().plan(module, sharders)
+            finally:
+                self._topology = whole
+
+    left = topology(memory=1000)
+    made = Less(topology=topology(), effort="quick", stats=[])
+    with pytest.raises(PlannerError, match="Tables do not fit"):
+        made.plan(small_model(), SHARDERS)
+    left = topology()
+    assert len(ranks_of(made.plan(small_model(), SHARDERS))) == 6
 
 
 def test_a_given_performance_model_decides() -> None:
