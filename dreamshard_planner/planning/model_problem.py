@@ -33,7 +33,12 @@ from dreamshard_planner.planning.given_plans import (
     shardings,
     tables_of_model,
 )
-from dreamshard_planner.planning.plan_inputs import PlannerSettings, plan_inputs
+from dreamshard_planner.planning.plan_inputs import (
+    DefaultReservation,
+    PlannerSettings,
+    doubtful_bandwidths,
+    plan_inputs,
+)
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableSharding
@@ -116,11 +121,12 @@ class ModelProblem:
             constraints, statistics, sharders, legal, settings.optimizers_attached, in_groups=ranks.groups > 1
         )
         context = PlanRater(ranks, reader, settings.cost_source, constraints, sharders)
+        skeleton = without_weights(module, sharders)
         try:
             left = reservation.reserve(
                 topology=topology,
                 batch_size=settings.batch_size,
-                module=module,
+                module=skeleton if isinstance(reservation, DefaultReservation) else module,
                 sharders=sharders,
                 constraints=constraints,
             )
@@ -139,12 +145,12 @@ class ModelProblem:
         return cls(
             settings=settings,
             ranks=ranks,
-            skeleton=without_weights(module, sharders),
+            skeleton=skeleton,
             context=context,
             left=left,
             legal=legal,
             reservation=reservation,
-            doubtful=doubtful,
+            doubtful=(*doubtful, *doubtful_bandwidths(topology)),
             unused=unused_names(module, tables, given, statistics),
             unsharded=tuple(unsharded_modules(module, sharders)),
             enumerator=made,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
@@ -51,6 +51,8 @@ from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics
 
 Component = TypeVar("Component")
+LEAST_MEANT, MOST_MEANT = 1e4, 2.4e10
+"""Bytes per millisecond between which bandwidths are meant so: 10 MB/s and 24 TB/s."""
 RESERVED_SHARE = 0.15
 """Share of device memory that TorchRec's planner reserves by default."""
 
@@ -256,6 +258,17 @@ def topology_inputs(
         cards=tuple(card for card in cards_of(topology) if card != UNKNOWN_CARD),
         cores=cores_of(topology),
     )
+
+
+def doubtful_bandwidths(topology: Topology) -> Iterator[str]:
+    """Tell which bandwidths of a topology are hardly meant, such as those in bytes per second."""
+    for place in BANDWIDTHS.values():
+        rate = float(attrgetter(place)(topology))
+        if not LEAST_MEANT <= rate <= MOST_MEANT:
+            yield (
+                f"the topology's {place.rpartition('.')[2]} is {rate:g} bytes per millisecond, TorchRec's unit: give "
+                "bytes per second / 1000"
+            )
 
 
 def topology_arguments(inputs: TopologyInputs) -> dict[str, Any]:

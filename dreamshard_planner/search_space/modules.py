@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.fused_params import FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_PARAM
 from torchrec.distributed.planner.utils import sharder_name
@@ -46,7 +47,8 @@ def table_configs(module: nn.Module, deep: bool = True) -> dict[str, Any]:
 def without_weights(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> nn.Module:
     """Copy a model on the meta device, to plan it again after TorchRec has sharded it in place.
 
-    Modules without a sharder become bare ones: some cannot be copied, and planning only counts their parameters.
+    Modules without a sharder become bare ones: some cannot be copied, and planning only counts their parameters. Those
+    of lazy modules are left out.
     """
     sharded = {sharder_name(sharder.module_type) for sharder in sharders}
     copies: dict[int, nn.Module] = {}
@@ -64,8 +66,10 @@ def without_weights(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Modul
             copies[id(one)] = other = object.__new__(type(one)) if whole else nn.Module()
             if whole:
                 other.__dict__.update(one.__dict__)
-            other._parameters = {name: None if p is None else bare(p) for name, p in one._parameters.items()}
-            other._buffers = dict(one._buffers)
+            other._parameters = {
+                name: None if p is None or is_lazy(p) else bare(p) for name, p in one._parameters.items()
+            }
+            other._buffers = {name: b for name, b in one._buffers.items() if b is None or not is_lazy(b)}
             other._modules = {
                 name: None if child is None else copied(child, whole) for name, child in one._modules.items()
             }

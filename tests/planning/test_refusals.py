@@ -24,7 +24,13 @@ from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import GridSearchProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    StorageReservation,
+    Topology,
+)
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams
 
@@ -130,6 +136,26 @@ def test_no_room_names_table_and_missing_bytes_before_torchrecs_advice(device: s
     ) as caught:
         planner(topology=topology(memory=2**28, device=device)).plan(model, SHARDERS)
     assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+
+
+def test_no_room_is_told_with_any_reservation() -> None:
+    """TorchRec's text reads a percentage, which it asks of every reservation (4595)."""
+
+    class Nothing(StorageReservation):
+        last_reserved_topology = None
+
+        def reserve(self, topology: Topology, *_: object, **__: object) -> Topology:
+            return topology
+
+    with pytest.raises(PlannerError, match="^Tables do not fit: "):
+        planner(topology=topology(memory=1000), storage_reservation=Nothing()).plan(small_model(), SHARDERS)
+
+
+def test_bandwidths_in_other_units_are_warned_of() -> None:
+    for given, rate in (({"inter_host_bw": 25e9}, "2.5e.10"), ({"intra_host_bw": 600.0}, "600")):
+        name = next(iter(given))
+        with pytest.warns(InputWarning, match=f"the topology's {name} is {rate} bytes per millisecond, .* / 1000"):
+            planner(topology=Topology(2, "cuda", **given)).plan(small_model(), SHARDERS)
 
 
 def test_modules_that_cannot_be_sharded_here_are_refused() -> None:

@@ -39,6 +39,12 @@ def test_a_copy_without_weights_counts_as_the_model_does() -> None:
     assert {parameter.device.type for parameter in bare.parameters()} == {"meta"}
 
 
+def test_layers_without_a_size_are_planned_beside_tables() -> None:
+    """They get it in the first forward (740)."""
+    model = nn.ModuleDict({"sparse": collection(table("t")), "dense": nn.LazyLinear(4), "norm": nn.LazyBatchNorm1d()})
+    assert dict(planned(model).saved_plan().tables()).keys() == {"sparse.t"}
+
+
 ADAGRAD = EmbeddingBagCollectionSharder(
     fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD},
     qcomm_codecs_registry=get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16)),
