@@ -286,9 +286,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back, self._remembered)
         self._batch_size: int = model.settings.batch_size
         self._storage_reservation = answering(self._reservation, "reserve", model.left)
-        self._storage_reservation.__dict__.setdefault(
-            "_percentage", None
-        )  # which TorchRec's text on a lack of room reads
+        # TorchRec's text on a lack of room reads it of any reservation.
+        vars(self._storage_reservation).setdefault("_percentage", None)
         self._constraints = model.context.constraints
         self._enumerator = answering(model.enumerator, "enumerate", model.search_space)
         self._proposers: list[Proposer] = loop.proposers

@@ -392,11 +392,12 @@ def place_on_hosts(plan: ShardingPlan, topology: Topology) -> None:
     Warns:
         InputWarning: the topology has other hosts.
     """
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", topology.local_world_size))
-    if topology.compute_device == "cpu" or on_host == topology.local_world_size:
+    planned = min(topology.local_world_size, topology.world_size)
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", planned))
+    if topology.compute_device == "cpu" or on_host == planned:
         return
     warnings.warn(
-        f"the topology has {topology.local_world_size} ranks on a host, and LOCAL_WORLD_SIZE is {on_host}: tables are "
+        f"the topology has {planned} ranks on a host, and LOCAL_WORLD_SIZE is {on_host}: tables are "
         f"placed by that, and costs go by the topology; give Topology local_world_size={on_host}",
         InputWarning,
         stacklevel=4,
