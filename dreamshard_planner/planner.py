@@ -287,7 +287,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._batch_size: int = model.settings.batch_size
         self._storage_reservation = answering(self._reservation, "reserve", model.left)
         # TorchRec's text on a lack of room reads it of any reservation.
-        vars(self._storage_reservation).setdefault("_percentage", None)
+        self._storage_reservation.__dict__.setdefault("_percentage", None)
         self._constraints = model.context.constraints
         self._enumerator = answering(model.enumerator, "enumerate", model.search_space)
         self._proposers: list[Proposer] = loop.proposers
