@@ -27,9 +27,8 @@ NEWEST_TESTS := tests/measure/test_kernels.py \
     tests/cli/test_commands.py::test_doctor_names_the_checkpoint_and_what_cuda_lacks
 
 BIN := .venv/bin
-# Python compiles what it imports; all of torch would take a minute.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps
-NEWEST_PIP := .matrix/newest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+NEWEST_PIP := .matrix/newest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 STAMP := .venv/installed-$(notdir $(LOCK:.txt=))
 
 # The page theme else prints an advertisement for its successor.
@@ -114,7 +113,7 @@ test-matrix: $(MATRIX:%=.matrix/%/installed) .matrix/newest/installed
 .venv-%/installed: requirements/%.txt
 	@rm -rf $(@D)
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 docs: .venv-docs/installed
