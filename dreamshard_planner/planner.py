@@ -362,7 +362,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             plan = make()
             if self._topology.world_size == ranks:
                 check_hosts(plan, self._topology)
-                place_on_hosts(plan, self._topology)
+                if self._ranks.all_ranks is None:  # DMPCollection places the shards of sharding groups
+                    place_on_hosts(plan, self._topology)
             return plan
 
         try:
