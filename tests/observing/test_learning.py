@@ -193,7 +193,7 @@ def test_equal_parts_of_the_same_tables_are_one_kernel(sharding_type: str, place
 
 def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     def of(run: int, rank: int) -> RankSteps:
-        sent, ms = (1e6, 2e6)[rank] * (run + 1), 4 + 6 * (run + 1)
+        sent, ms = (1e6, 2e6)[rank] * (run + 1), 24 + 12 * (run + 1)
         names = [f"outputs all_to_all {way}" for way in ("forward", "backward")]
         every = {"span": ms + rank, "bytes": sent, "calls": 1.0}
         columns = {f"{name} {kind}": (value,) * 8 for name in names for kind, value in every.items()}
@@ -205,18 +205,18 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     fits = made.metadata["collectives"]["fits"]
     prior, learned = (links_of(topology(2), one) for one in (resolve("roofline", "cpu"), made))
     sent_D = torch.tensor([1e6, 2e6], dtype=torch.float64)
-    assert float(learned.all_to_all.all_to_all_ms(sent_D)) == pytest.approx(10.0, rel=0.1)
+    assert float(learned.all_to_all.all_to_all_ms(sent_D)) == pytest.approx(36.0, rel=0.05)
     times = prior.all_to_all.shared_bytes_per_ms / learned.all_to_all.shared_bytes_per_ms
     # All-reduces, not seen, are as much slower.
     for operation in ("all_to_all", "all_reduce"):
         before, after = getattr(prior, operation), getattr(learned, operation)
         assert times == pytest.approx(before.bytes_per_ms / after.bytes_per_ms)
-        assert 2 < after.latency_ms / before.latency_ms < times  # few sizes tell them apart
+        assert 10 < after.latency_ms / before.latency_ms < times  # few sizes tell them apart
     assert fits["lookups"] is fits["bucketing"] is None and learned.lookups == prior.lookups  # not seen: still counted
     assert learned.all_to_all.is_measured and not learned.all_reduce.is_measured
     assert "taken to be as much slower" in learned.all_reduce.source
     (said,) = made.metadata["learned"]["exchanges"]
-    assert said == "outputs by all_to_all: were 77 % off, are now 6 % off"
+    assert said == "outputs by all_to_all: were 93 % off, are now 2 % off"
     planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
     planner.plan(model(), SHARDERS)
     assert planner.report().collectives_source.startswith("measured with gloo on 2 ranks of one")
@@ -237,7 +237,7 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     assert alone.metadata["collectives"] is None  # nobody knows how long it waited
 
 
-LATENCY_MS, RATE, BATCHES = 10.0, 2e6, 500
+LATENCY_MS, RATE, BATCHES = 10.0, 3e6, 500
 """Latency of an exchange of lookups, its bytes per millisecond, and the factor of its larger batches."""
 
 
@@ -264,7 +264,7 @@ def with_lookups(run: int, sharding_type: str = "table_wise", more_ms: float = 0
 
 def without_lookups() -> Checkpoint:
     """Collectives as they were measured before lookups were."""
-    prior, fit = resolve("roofline", "cpu"), asdict(CollectiveFit(1.0, 1e6, 1e6, 0.1))
+    prior, fit = resolve("roofline", "cpu"), asdict(CollectiveFit(5.0, 1e7, 1e7, 0.1))
     hardware = describe_hardware("cpu", 1)
     known = {"backend": "gloo", "world_size": 2, "hardware": hardware, "fits": dict.fromkeys(OPERATIONS, fit)}
     return replace(prior, metadata={**prior.metadata, "collectives": known | {"revision": REVISION}})
@@ -283,7 +283,7 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
         links, before = links_of(cpu, made), links_of(cpu, prior)
         for one in seen.runs:
             moved_D = torch.tensor([counted_bytes(rank) for rank in one.ranks])
-            assert float(links.lookups.all_to_all_ms(moved_D)) == pytest.approx(one.lookups_ms, rel=0.15)
+            assert float(links.lookups.all_to_all_ms(moved_D)) == pytest.approx(one.lookups_ms, rel=0.1)
         # All else costs what it did, and nobody knows what sorting takes.
         assert replace(links.all_to_all, source="") == replace(before.all_to_all, source="") and links.bucketing is None
         assert links.all_to_all.is_measured == (name == "measured")
@@ -298,8 +298,8 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
 
 def test_an_exchange_that_was_seen_once_counts_if_outputs_confirm_it(tmp_path: Path) -> None:
     names = [f"outputs all_to_all {way}" for way in ("forward", "backward")]
-    columns = {f"{name} {kind}": (value,) * 8 for name in names for kind, value in (("span", 100.0), ("bytes", 1e6))}
-    columns |= {f"{name} calls": (1.0,) * 8 for name in names} | {"outputs span together": (200.0,) * 8}
+    columns = {f"{name} {kind}": (value,) * 8 for name in names for kind, value in (("span", 125.0), ("bytes", 1e6))}
+    columns |= {f"{name} calls": (1.0,) * 8 for name in names} | {"outputs span together": (250.0,) * 8}
     prior, cpu, plain = resolve("roofline", "cpu"), topology(2), with_lookups(0)
     before, moved_D = links_of(cpu, prior), torch.tensor([counted_bytes(rank) for rank in plain.ranks])
     predicted_ms = float(before.lookups.all_to_all_ms(moved_D))
@@ -308,7 +308,7 @@ def test_an_exchange_that_was_seen_once_counts_if_outputs_confirm_it(tmp_path: P
         seen = Observation(describe_hardware("cpu", 1), (run,))
         made = learn(prior, seen, tmp_path / "learned.safetensors", force=True)
         learned = links_of(cpu, made)
-        assert learned.all_to_all.latency_ms > 40 * before.all_to_all.latency_ms
+        assert learned.all_to_all.latency_ms > 50 * before.all_to_all.latency_ms
         if times == 1.0:  # the bandwidths are nearer
             assert learned.lookups == before.lookups
         else:
