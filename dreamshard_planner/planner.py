@@ -70,6 +70,7 @@ from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.torchrec_components.compat import let_lack_of_room_be_told
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -286,8 +287,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back, self._remembered)
         self._batch_size: int = model.settings.batch_size
         self._storage_reservation = answering(self._reservation, "reserve", model.left)
-        # TorchRec's text on a lack of room reads it of any reservation.
-        self._storage_reservation.__dict__.setdefault("_percentage", None)
+        let_lack_of_room_be_told(self._storage_reservation)
         self._constraints = model.context.constraints
         self._enumerator = answering(model.enumerator, "enumerate", model.search_space)
         self._proposers: list[Proposer] = loop.proposers

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, reduce
+from functools import reduce
 from operator import add
 from typing import Any
 
@@ -240,12 +240,9 @@ class Exchanges:
         self._over = collectives[rows[0][0]].over if rows else "world"
         self._rates_4K = torch.tensor([model.rates for _, model, _ in rows], dtype=torch.float64).view(-1, 4).T
         self._runs_2K = torch.tensor([runs for *_, runs in rows], dtype=torch.float64).view(-1, 2).T.contiguous()
-
-    @cached_property
-    def sent_ms_per_byte_K(self) -> Tensor:
+        each_ms = [(model.world_size - 1) * model.ms_per_byte * sum(runs) for _, model, runs in rows]
+        self.sent_ms_per_byte_K = torch.tensor(each_ms, dtype=torch.float64)
         """Milliseconds that one byte to each peer takes a rank, in all passes of a row."""
-        peers_K, _, bytes_per_ms_K, shared_bytes_per_ms_K = self._rates_4K
-        return peers_K * (1 / bytes_per_ms_K + 1 / shared_bytes_per_ms_K) * self._runs_2K.sum(0)
 
     def bounded_ms(self, largest_KX: Tensor, smallest_KX: Tensor, total_KX: Tensor) -> tuple[Tensor, Tensor]:
         """Return forward and backward milliseconds [X] of all of them, if each has one exchange, from the largest and

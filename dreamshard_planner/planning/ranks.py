@@ -17,10 +17,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.comm import get_local_size, get_topology_domain_multiple, get_topology_group_world_size
 from torchrec.distributed.planner.types import DeviceHardware, PlannerError, Storage, Topology
-from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner import driver
@@ -36,7 +34,7 @@ from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import first_of, gb_per_s
 from dreamshard_planner.support.numbers import checked
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.torchrec_components.compat import resize_topology
+from dreamshard_planner.torchrec_components.compat import place_shard, resize_topology
 
 
 @dataclass(frozen=True)
@@ -405,7 +403,7 @@ def place_on_hosts(plan: ShardingPlan, topology: Topology) -> None:
     for module in plan.plan.values():
         for table in module.values():
             for shard in getattr(table.sharding_spec, "shards", ()):
-                shard.placement = _remote_device(placement(topology.compute_device, shard.placement.rank(), on_host))
+                place_shard(shard, topology.compute_device, on_host)
 
 
 def check_hosts(plan: ShardingPlan, topology: Topology) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.embedding import get_ec_index_dedup
 from torchrec.distributed.planner import shard_estimators, storage_reservations
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -21,10 +22,17 @@ from torchrec.distributed.planner.estimator import estimator as perf_estimators
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
 from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from torchrec.distributed.planner.types import DeviceHardware, ParameterConstraints, ShardEstimator, Topology
+from torchrec.distributed.planner.types import (
+    DeviceHardware,
+    ParameterConstraints,
+    ShardEstimator,
+    StorageReservation,
+    Topology,
+)
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
-from torchrec.distributed.types import Awaitable, ModuleSharder
+from torchrec.distributed.sharding_plan import placement
+from torchrec.distributed.types import Awaitable, ModuleSharder, ShardMetadata
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -174,6 +182,16 @@ def dense_tensor_bytes(
 def set_dense_tensor_bytes(reservation: HeuristicalStorageReservation, dense_bytes: int) -> None:
     """Give a ``HeuristicalStorageReservation`` its ``dense_tensor_estimate``."""
     reservation._dense_tensor_estimate = dense_bytes
+
+
+def let_lack_of_room_be_told(reservation: StorageReservation) -> None:
+    """Give a reservation the percentage that TorchRec's text on a lack of room reads of any, unless it has one."""
+    reservation.__dict__.setdefault("_percentage", None)
+
+
+def place_shard(shard: ShardMetadata, compute_device: str, local_world_size: int) -> None:
+    """Give a shard the device that its rank has on hosts of so many ranks."""
+    shard.placement = _remote_device(placement(compute_device, shard.placement.rank(), local_world_size))
 
 
 # Sharded modules
