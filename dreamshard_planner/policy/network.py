@@ -28,6 +28,8 @@ SWEEPS = (Sweep(doublings=3, mean=0.6), *(Sweep(doublings=doublings) for doublin
 The second sweep is the bluntest: tables leave the options that crowded ranks forced on them."""
 STARTS = 2
 """Episodes whose best sweeps become starts of the search: the cheapest."""
+SURVIVORS = (12, 8, 3, STARTS)
+"""Episodes that go on after each of the planner's sweeps: the cheapest of those that cost different amounts."""
 GREEDINESS = 8.0
 """Times that an untrained policy's score takes the weighted excess."""
 BREADTH = 25_000
@@ -192,7 +194,7 @@ def roll_out(
     generator: torch.Generator | None = None,
     types_ETN: np.ndarray | None = None,
     sweeps: Sequence[Sweep] = SWEEPS,
-    distinct: bool = False,
+    survivors: Sequence[int] = (),
     seconds: float | None = None,
     on_step: Callable[[Seen, Tensor], None] | None = None,
     on_sweep: Callable[[EstimatedMDP], None] | None = None,
@@ -206,7 +208,7 @@ def roll_out(
         generator: samples the policy's actions; greedy without.
         types_ETN: see :class:`~dreamshard_planner.policy.mdp.EstimatedMDP`.
         sweeps: of each episode.
-        distinct: ends all but one of the episodes that cost the same after the first sweep.
+        survivors: episodes that go on after each sweep, the cheapest of each cost; all without.
         seconds: that episodes may take.
         on_step: is told what the policy sees and does.
         on_sweep: is called after each sweep.
@@ -217,8 +219,6 @@ def roll_out(
     environment, began = EstimatedMDP(task, episodes, types_ETN), time.monotonic()
     steps = len(sweeps) * task.num_tables
     for nth, sweep in enumerate(sweeps):
-        if nth == 1 and distinct:
-            environment.keep(_first_of_each(environment.relative_cost()))
         for step in range(task.num_tables):
             done = (nth * task.num_tables + step) / steps
             if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, done):
@@ -234,13 +234,15 @@ def roll_out(
                 on_step(seen, action_E)
         if on_sweep is not None:
             on_sweep(environment)
+        if nth < min(len(survivors), len(sweeps) - 1):
+            environment.keep(_cheapest(environment.relative_cost(), survivors[nth]))
     return environment
 
 
-def _first_of_each(cost_E: np.ndarray) -> list[int]:
-    """Return the first episode of each cost: those that cost the same are the same plan."""
-    costs = [f"{cost:.9g}" for cost in cost_E]
-    return [row for row, cost in enumerate(costs) if cost not in costs[:row]]
+def _cheapest(cost_E: np.ndarray, most: int) -> list[int]:
+    """Return the cheapest episodes, the first of each cost: those that cost the same are the same plan."""
+    first = {f"{cost:.9g}": row for row, cost in reversed([*enumerate(cost_E.tolist())])}
+    return sorted(first.values(), key=lambda row: (cost_E[row], row))[:most]
 
 
 def opening_types(num_tables: int, openings: Sequence[Opening] = OPENINGS) -> np.ndarray:
@@ -279,6 +281,6 @@ def policy_starts(cost: Cost, policy: Policy, asked: OptionTotals, seconds: floa
             if relative_cost < best.get(episode, (math.inf,))[0]:
                 best[episode] = relative_cost, environment.sharding(row)
 
-    roll_out(policy, task, len(types_ETN), None, types_ETN, sweeps, True, seconds, on_sweep=keep_best)
+    roll_out(policy, task, len(types_ETN), None, types_ETN, sweeps, SURVIVORS, seconds, on_sweep=keep_best)
     fitting = dict.fromkeys(plan for _, plan in best.values() if cost.problem.fits(plan))
     return sorted(fitting, key=cost.overall_ms)[:STARTS]

@@ -66,9 +66,20 @@ def test_later_sweeps_make_plans_cheaper(seed: int) -> None:
     assert np.log(all_sweeps).mean() < np.log(first).mean() - 0.02
 
 
-def test_one_episode_of_each_cost_goes_on() -> None:
-    environment = roll_out(Policy(PolicyConfig()), task_of(sharding_cost(6)), 8, distinct=True)
+def test_the_cheapest_episodes_go_on_one_of_each_cost() -> None:
+    environment = roll_out(Policy(PolicyConfig()), task_of(sharding_cost(6)), 8, survivors=(8,))
     assert len(environment.shardings()) == 1  # greedy episodes of one policy are one plan
+    sampled = torch.Generator().manual_seed(0), None, SWEEPS[:2]
+    costs: list[np.ndarray] = []
+    environment = roll_out(
+        Policy(PolicyConfig()),
+        task_of(sharding_cost(12)),
+        8,
+        *sampled,
+        survivors=(3,),
+        on_sweep=lambda played: costs.append(played.relative_cost()),
+    )
+    assert costs[0][environment.episode_E].tolist() == sorted({*costs[0].tolist()})[:3]
 
 
 @pytest.mark.parametrize("memory", [420, 600])
