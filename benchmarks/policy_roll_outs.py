@@ -6,6 +6,7 @@
 
     level       the best level start
     greedy      one greedy roll-out of the policy that ships
+    one         the same with the opening whose first sweep is the cheapest of all
     starts      the best of its roll-outs, as the planner plays them: one for each opening
     first       the same after their first sweep alone, which is all that the policy decides
     whole       one greedy roll-out that leaves tables whole
@@ -42,6 +43,7 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.policy.mdp import Sweep
 from dreamshard_planner.policy.network import SWEEPS, Policy, opening_types, policy_starts, roll_out
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.reader import OptionReader
@@ -56,7 +58,7 @@ FIRST_SEED = 7_000
 GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
 COSTS = ("roofline", "torchrec", "h100", "cpu")
 PLAYING = {"starts", "quick", "third", "search"}
-KINDS = ("level", "greedy", "starts", "first", "whole", "quick", "third", "search", "without")
+KINDS = ("level", "greedy", "one", "starts", "first", "whole", "quick", "third", "search", "without")
 
 
 def cost_of(tables: int, ranks: int, seed: int, costs: str = "roofline") -> Cost:
@@ -89,18 +91,20 @@ def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str
         found = search(cost, [], config, further=(lambda *_: rolled_out) if plays else None)
         return [None if found is None else found.sharding]
 
-    def played(types: Sequence[str] | None = None, first: bool = False) -> list[Sharding | None]:
-        task = ShardingTask(cost, OptionTotals(cost), *([types] if types else []))
-        if first:
-            types_ETN = opening_types(task.num_tables)
-            return roll_out(policy, task, len(types_ETN), None, types_ETN, SWEEPS[:1]).shardings()
-        return roll_out(policy, task, 1).shardings()
+    def played(types: Sequence[str] | None = None) -> list[Sharding | None]:
+        return roll_out(policy, ShardingTask(cost, OptionTotals(cost), *([types] if types else [])), 1).shardings()
+
+    def opened_by_all(sweeps: Sequence[Sweep]) -> list[Sharding | None]:
+        task = ShardingTask(cost, OptionTotals(cost))
+        types_ETN = opening_types(task.num_tables)
+        return roll_out(policy, task, len(types_ETN), None, types_ETN, sweeps, survivors=[1]).shardings()
 
     makes: dict[str, Callable[[], Sequence[Sharding | None]]] = {
         "level": lambda: level_starts(cost, OptionTotals(cost)),
         "greedy": played,
+        "one": lambda: opened_by_all(SWEEPS),
         "starts": lambda: rolled_out,
-        "first": lambda: played(first=True),
+        "first": lambda: opened_by_all(SWEEPS[:1]),
         "whole": lambda: played(WHOLE_TYPES),
         "quick": lambda: searched(DEFAULT_SEARCH.times(EFFORTS["quick"]), True),
         "third": lambda: searched(DEFAULT_SEARCH.times(1 / 3), True),

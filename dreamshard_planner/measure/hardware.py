@@ -18,6 +18,7 @@ from dreamshard_planner.errors import DreamShardError
 
 CPU_NAME_VARIABLE = "DREAMSHARD_CPU_NAME"
 """Environment variable that names this machine's CPU, if the system hides or varies it, or to plan as on another."""
+CGROUP = Path("/sys/fs/cgroup")
 REFERENCE = "reference"
 """Instruction set of FBGEMM in a process that uses none, although the CPU has AVX2."""
 _INSTRUCTION_SETS = ("none", "avx2", "avx512", "avx512_ymm", "avx512_vnni", "avx512_vnni_ymm")  # FBGEMM's order
@@ -101,10 +102,20 @@ def _physical_bytes() -> int:
 
 def total_bytes() -> int:
     """Return the memory of this host that this process's cgroup may use."""
-    total = _physical_bytes()
-    limit = Path("/sys/fs/cgroup/memory.max")
-    allowed = limit.read_text().strip() if limit.exists() else "max"
-    return total if allowed == "max" else min(total, int(allowed))
+    (allowed,) = _limit("memory.max") or ["max"]
+    return _physical_bytes() if allowed == "max" else min(_physical_bytes(), int(allowed))
+
+
+def usable_cores() -> float:
+    """Return the cores of this host that this process's cgroup may use, a container's ``--cpus``."""
+    cores, (quota, period) = float(os.cpu_count() or 1), _limit("cpu.max") or ["max", "1"]
+    return cores if quota == "max" else min(cores, int(quota) / int(period))
+
+
+def _limit(name: str) -> list[str]:
+    """Return the fields of a limit of the cgroup, nothing without cgroups of version 2."""
+    path = CGROUP / name
+    return path.read_text().split() if path.exists() else []
 
 
 def hardware_name(hardware: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.devices import GB, cores_of, gpu_of, listed_like, make_topology, speed_of
 from dreamshard_planner.driver import Card
 from dreamshard_planner.errors import DreamShardError, InputWarning
-from dreamshard_planner.measure.hardware import total_bytes
+from dreamshard_planner.measure.hardware import total_bytes, usable_cores
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -52,7 +52,7 @@ class RankHardware:
     def here(cls, compute_device: str) -> RankHardware:
         """Read this process's hardware."""
         card = driver.read_card() if compute_device == "cuda" else None
-        return cls(card, total_bytes(), (os.cpu_count() or 1) / torch.get_num_threads())
+        return cls(card, total_bytes(), usable_cores() / torch.get_num_threads())
 
 
 def gathered(pg: dist.ProcessGroup, compute_device: Callable[[], str | None]) -> tuple[str, list[RankHardware]] | None:

@@ -1,9 +1,11 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The topology that is read from drivers, with cards in the place of a driver's."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from small_models import SHARDERS, collection, table
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
@@ -12,6 +14,7 @@ from dreamshard_planner import DreamShardPlanner, SavedPlan, driver
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.devices import GB, GPUS, card_of, cores_of
 from dreamshard_planner.driver import Card
+from dreamshard_planner.measure import hardware
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
 from tests.pretended import A100, ADA, H100, L40
@@ -59,6 +62,16 @@ def test_cpu_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatc
     assert {device.storage.ddr for device in topology.devices} == {HOST_BYTES // 2} and card_of(topology) is None
     assert text == "2 x CPU rank, read from the system: 500.0 GB of host memory each"
     assert cores_of(topology) is None
+
+
+@pytest.mark.parametrize(("limit", "cores"), [("50000 100000", 0.5), ("max 100000", os.cpu_count())])
+def test_ranks_count_the_cores_and_memory_that_their_container_may_use(monkeypatch, tmp_path, limit, cores) -> None:
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    assert (hardware.usable_cores(), hardware.total_bytes() > 1 << 29) == (os.cpu_count(), True)
+    (tmp_path / "cpu.max").write_text(limit + "\n")
+    (tmp_path / "memory.max").write_text("536870912\n")
+    found = RankHardware.here("cpu")
+    assert (found.cores * torch.get_num_threads(), found.host_memory_bytes) == (cores, 1 << 29)
 
 
 def test_cpu_ranks_share_cores(tmp_path) -> None:
