@@ -28,7 +28,7 @@ SWEEPS = (Sweep(doublings=3, mean=0.6), *(Sweep(doublings=doublings) for doublin
 The second sweep is the bluntest: tables leave the options that crowded ranks forced on them."""
 STARTS = 2
 """Episodes whose best sweeps become starts of the search: the cheapest."""
-SURVIVORS = (12, 8, 3, STARTS)
+SURVIVORS = (12, 10, 4, STARTS)
 """Episodes that go on after each of the planner's sweeps: the cheapest of those that cost different amounts."""
 GREEDINESS = 8.0
 """Times that an untrained policy's score takes the weighted excess."""
