@@ -24,6 +24,7 @@ SEAMS := tests/distributed/test_loaded_plan.py tests/hot_rows/test_training.py \
     tests/plans/test_plan_file.py
 # These depend on torch and FBGEMM, which only the newest set changes.
 NEWEST_TESTS := tests/measure/test_kernels.py \
+    tests/test_install.py::test_import_starts_nothing_and_preloading_gives_a_new_python_the_fast_kernels \
     tests/cli/test_commands.py::test_doctor_names_the_checkpoint_and_what_cuda_lacks
 
 BIN := .venv/bin

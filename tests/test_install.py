@@ -24,6 +24,7 @@ import pytest
 from dreamshard_planner import EnvironmentWarning, MissingLibraryError, __version__, environment
 from dreamshard_planner.cli import diagnosis
 from dreamshard_planner.cli.diagnosis import diagnose
+from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware, instruction_set
 
 ROOT = Path(__file__).parent.parent
 NOT_SHIPPED = (".*", "__pycache__", "*.egg-info", "build", "dist", "results", "data")
@@ -135,11 +136,9 @@ def test_installing_changes_nothing_else(built: dict[str, Path], python: Path) -
 HIDE = """
 import sys, warnings
 
-hidden = sys.argv[1]
-
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == hidden:
+        if name.partition(".")[0] == "torch":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hidden())
@@ -158,14 +157,11 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    ("module", "command"), [("torch", "pip install 'torch"), ("torchrec", "pip install --no-deps 'torchrec")]
-)
-def test_import_says_what_is_missing_and_how_to_install_it(module: str, command: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", HIDE, module], capture_output=True, text=True)
+def test_import_says_what_is_missing_and_how_to_install_it() -> None:
+    ended, command = subprocess.run([sys.executable, "-c", HIDE], capture_output=True, text=True), "pip install 'torch"
     assert ended.returncode == 1
     warned, raised = ended.stdout.strip().splitlines()
-    assert warned.startswith("EnvironmentWarning at <string>: ") and f"{module} is not installed: {command}" in warned
+    assert warned.startswith("EnvironmentWarning at <string>: ") and f"torch is not installed: {command}" in warned
     assert raised.startswith("MissingLibraryError: ") and command in raised
     assert ended.stderr.startswith("error: ") and command in ended.stderr and "Traceback" not in ended.stderr
 
@@ -236,3 +232,24 @@ def test_foreign_import_errors_stay_as_they_are() -> None:
     assert environment.explained(OSError("torch")) is None
     error = environment.explained(ModuleNotFoundError("x", name="torchrec.distributed"))
     assert isinstance(error, MissingLibraryError) and isinstance(error, ImportError)
+    missing = environment.explained(ModuleNotFoundError("x", name="torchrec"))
+    assert "pip install --no-deps 'torchrec" in str(missing)
+
+
+NEW_PYTHON = """
+from dreamshard_planner import DreamShardPlanner
+import sys, torch, torch.distributed as dist
+assert "torch.distributed.optim" in sys.modules  # see planner.py
+assert not torch.cuda.is_initialized() and not dist.is_initialized()
+from dreamshard_planner.measure.hardware import instruction_set
+print(instruction_set())
+"""
+
+
+def test_import_starts_nothing_and_preloading_gives_a_new_python_the_fast_kernels() -> None:
+    """Commands load the library first, as these tests do; the linker preloads it for a Python that does not."""
+    surroundings = {**os.environ, "LD_PRELOAD": str(environment.torch_library("libc10.so"))}
+    command = [sys.executable, "-W", "ignore", "-c", NEW_PYTHON]
+    preloaded = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True)
+    assert instruction_set() == preloaded.stdout.strip() == describe_hardware("cpu", 1).get("instruction_set", "")
+    assert instruction_set() != REFERENCE

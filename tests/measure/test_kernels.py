@@ -4,9 +4,6 @@
 Shape letters: L lookups, F features, B batch, O outputs, N elements.
 """
 
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +16,6 @@ from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes
 from dreamshard_planner.cli import diagnosis
 from dreamshard_planner.cost.dataset import CostDataset, hardware_key
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.environment import torch_library
 from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure import hardware, timing
 from dreamshard_planner.measure.collect import REFERENCE_SETS, collect
@@ -28,7 +24,6 @@ from dreamshard_planner.measure.hardware import (
     REFERENCE,
     check_kernels,
     describe_hardware,
-    instruction_set,
 )
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.timing import core_watched, pinned, time_groups
@@ -247,17 +242,6 @@ def test_hardware_names_what_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that FBGEMM found no instruction set in this process."""
     monkeypatch.setattr(hardware, "instruction_set", lambda: REFERENCE)
-
-
-def test_commands_and_preloading_give_every_torch_the_fast_kernels() -> None:
-    """Commands load the library first, as these tests do; the linker preloads it for a Python that does not."""
-    code = "import torch; from dreamshard_planner.measure.hardware import instruction_set; print(instruction_set())"
-    environment = {**os.environ, "LD_PRELOAD": str(torch_library("libc10.so"))}
-    preloaded = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert instruction_set() == preloaded.stdout.strip() == describe_hardware("cpu", 1).get("instruction_set", "")
-    assert instruction_set() != REFERENCE
 
 
 def test_doctor_asks_a_python_that_ignores_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
