@@ -1,7 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Random models of every kind of table and module, with everything that a planner can be given."""
 
-import math
 import random
 import warnings
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm.job import EveryTypeSharder
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
+from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SHARDING_TYPES, TW
 
 GIB = 2**30
 POOLED_TYPES, SEQUENCE_TYPES = tuple(SHARDING_TYPES), (TW, CW, RW, DP)
@@ -187,27 +186,3 @@ def _random_statistics(rng: random.Random, tables: dict[str, EmbeddingBagConfig]
             bins = (0.5, 0.3, 0.2) + (0.0,) * 14 if rng.random() < 0.5 else None
             features[feature] = FeatureStatistics(rng.choice([0.0, 10 ** rng.uniform(-1, 2)]), bins, 512)
     return TableStatistics(features) if features else None
-
-
-def slice_width(dim: int, min_partition: int | None) -> int:
-    """Columns of TorchRec's slices: the least divisor of the dim from the bound on that is a multiple of 4."""
-    widths = [width for width in range(min_partition or 128, dim) if dim % width == 0 and width % 4 == 0]
-    return widths[0] if widths else dim
-
-
-def expected_shards(kind: str, rows: int, dim: int, min_partition: int | None, topology: Topology) -> list[list[int]]:
-    ranks, host, width = topology.world_size, topology.local_world_size, slice_width(dim, min_partition)
-
-    def blocks(count: int, columns: int) -> list[list[int]]:
-        each = math.ceil(rows / count)
-        return [[max(0, min(each, rows - each * index)), columns] for index in range(count)]
-
-    return {
-        TW: [[rows, dim]],
-        DP: [[rows, dim]] * ranks,
-        RW: blocks(ranks, dim),
-        TWRW: blocks(host, dim),
-        CW: [[rows, width]] * (dim // width),
-        TWCW: [[rows, width]] * (dim // width),
-        GRID: blocks(host, width) * (dim // width),
-    }[kind]

@@ -14,7 +14,6 @@ from small_models import planner as make_planner
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -43,7 +42,6 @@ class Halved(TorchFunctionMode):
 
 STATES: dict[str, Callable[[], AbstractContextManager]] = {
     "float16": lambda: default_dtype(torch.float16),
-    "float64": lambda: default_dtype(torch.float64),
     "default device meta": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "inference mode": torch.inference_mode,
@@ -127,16 +125,11 @@ def test_a_model_of_fake_tensors_is_planned(without_a_state: tuple) -> None:
 def plans_told() -> str:
     told = [made()[0].hash_planner_context_inputs_str()]
     told.append(str(made(topology=topology(device="cuda"))[0].hash_planner_context_inputs()))
-    for seed in (12, 13, 19):
-        case = mixed_case(seed)
-        planner = case.planner(effort="quick")
-        try:
-            planner.plan(case.model, case.sharders)
-        except PlannerError as error:
-            told.append(str(error))
-            continue
-        told += [str((o.fqn, o.sharding_type, o.compute_kernel, [s.rank for s in o.shards])) for o in planner.options]
-        told.append(str(planner.report()))
+    case = mixed_case(12)
+    planner = case.planner(effort="quick")
+    planner.plan(case.model, case.sharders)
+    told += [str((o.fqn, o.sharding_type, o.compute_kernel, [s.rank for s in o.shards])) for o in planner.options]
+    told.append(str(planner.report()))
     return "\n".join(told)
 
 
