@@ -17,15 +17,8 @@ import torch.distributed as dist
 from tests.faults import PATIENCE_SECONDS, ended, start
 
 
-def surroundings(ranks: int, port: int) -> list[dict[str, object]]:
-    """Environment variables that torchrun gives to each rank."""
-    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0}
-    return [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
-
-
 def forked(script: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """The script on ranks that are forked, with the surroundings that torchrun gives them.
+    """The script on ranks that are forked, with the environment variables that torchrun gives them.
 
     A rank whose script leaves a process group behind fails: its threads can abort Python at its end, but rarely do.
     Where there are GPUs torchrun runs it, since asking for them rules forks out.
@@ -37,7 +30,9 @@ def forked(script: Path, *options: str, ranks: int = 2) -> subprocess.CompletedP
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
-        own = surroundings(ranks, store.port)
+        world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "TORCHELASTIC_USE_AGENT_STORE": True}
+        world |= {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+        own = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
         statuses = ended(*(start(run_script, script, options, of_rank, stdout, stderr) for of_rank in own))
         return subprocess.CompletedProcess(
             [str(script), *options], max(statuses, key=abs), stdout.read_text(), stderr.read_text()
