@@ -94,7 +94,6 @@ def _train(way: str, model: DistributedModelParallel, given: Iterable[Batch]) ->
             return losses
     stage = WarmupStage(WarmupPolicy.LINEAR, max_iters=6, value=0.1)
     optimizers: dict[str, Callable[[], list[torch.optim.Optimizer]]] = {
-        "fused": lambda: [fused, dense],
         "dense": lambda: [dense],
         "warm-up": lambda: [WarmupOptimizer(both, [stage], lr=0.1)],
         "clipping": lambda: [fused, GradientClippingOptimizer(dense, 0.05, GradientClipping.NORM)],

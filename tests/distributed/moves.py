@@ -16,6 +16,7 @@ from ranks import Rank
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.distributed.tensor import DTensor
 from torchrec.distributed import comm
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingPlan
@@ -36,7 +37,7 @@ LEARNING_RATES = {"sgd": 0.5, "adagrad": 0.005, "row_wise_adagrad": 0.005, "top"
 EPS = 1e-8
 SAMPLES = 12
 """Samples of a global batch, equally many on each of 2, 3 and 4 ranks."""
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 2, 2
 """Steps before a move, and after it."""
 
 
@@ -150,6 +151,8 @@ class Job:
         self.optimizer = CombinedOptimizer(parts)
         self.optimizer.save_param_groups(moving.groups)
         fill(self.model)
+        kinds = {type(weights) for weights in self.model.state_dict().values()}
+        assert (DTensor in kinds) == moving.dtensors
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

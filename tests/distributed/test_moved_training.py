@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from mixed import TableSpec, parts_of
 from moves import OPTIMIZERS, Job, Moving, Result, Sharding, check, load_and_train, train_and_save
 from ranks import Rank, run_on_ranks
-from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
@@ -59,7 +58,6 @@ def turned(turn: int, optimizer: str, ranks: int = 2, **settings: Any) -> Moving
 
 ATTACHED, DTENSORS = {"attached": True}, {"dtensors": True}
 SETTINGS: tuple[tuple[str, dict[str, bool], tuple[tuple[int, dict[str, bool]], ...]], ...] = (
-    ("adagrad", ATTACHED, ((4, ATTACHED), (0, {}))),
     ("row_wise_adagrad", ATTACHED, ((4, ATTACHED), (0, {}))),
     ("row_wise_adagrad", DTENSORS, ((2, DTENSORS), (5, {}))),
     ("row_wise_adagrad", {}, ((1, DTENSORS),)),
@@ -72,8 +70,6 @@ def _settings(rank: Rank, folder: Path) -> list[list[Result]]:
     results = []
     for number, (optimizer, before, others) in enumerate(SETTINGS):
         moving, path = turned(0, optimizer, **before), folder / str(number)
-        weights = Job(moving, rank).model.state_dict()["bags.embedding_bags.bag0.weight"]
-        assert isinstance(weights, DTensor) == moving.dtensors
         results.append([train_and_save(rank, moving, path, plain=moving.dtensors)])
         results[-1] += [load_and_train(rank, turned(turn, optimizer, **after), path) for turn, after in others]
     return results

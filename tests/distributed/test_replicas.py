@@ -33,21 +33,18 @@ SHARES = {2: (7, 5), 4: (4, 3, 3, 2)}
 
 RULES = {
     "sgd": (SGD, {"lr": 0.2}),
-    "torch sgd": (torch.optim.SGD, {"lr": 0.2}),
     "adagrad": (Adagrad, {"lr": 0.2, "eps": 1e-3}),
     "adagrad, eps of FBGEMM": (torch.optim.Adagrad, {"lr": 0.2}),
     "row-wise adagrad": (RowWiseAdagrad, {"lr": 0.2, "eps": 1e-3}),
-    "row-wise adagrad, eps of FBGEMM": (RowWiseAdagrad, {"lr": 0.2}),
 }
 WAYS = (
-    "fused", "dense", "schedule", "warm-up", "clipping", "accumulation", "pipeline", "everything", "ahead",
-    "twice", "ids without rows",
+    "dense", "schedule", "warm-up", "clipping", "accumulation", "pipeline", "everything", "ahead", "twice",
+    "ids without rows",
 )  # fmt: skip
 TRAININGS = {
     **{name: Training(*rule) for name, rule in RULES.items()},
     **{f"way: {way}": Training(*RULES["row-wise adagrad"], way) for way in WAYS},
-    "summed gradients": Training(*RULES["sgd"], divides=False),
-    "summed gradients, twice": Training(*RULES["sgd"], "twice", divides=False),
+    "summed gradients, twice": Training(torch.optim.SGD, {"lr": 0.2}, "twice", divides=False),
     "torchrec's class": Training(*RULES["row-wise adagrad"], torchrecs_class=True),
 }
 

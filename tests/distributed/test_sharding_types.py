@@ -97,7 +97,6 @@ EXACT = {
     # The script's own optimizer does to it what the in-backward one would have done.
     "data_parallel sgd": Case(REPLICATED, SGD, attached=False),
     "attached sgd": Case(REPLICATED, SGD, dense=None),
-    "attached adagrad": Case(REPLICATED, Adagrad),
     "attached row-wise adagrad": Case(REPLICATED, RowWiseAdagrad),
     "unequal memory": replace(every(SGD), memory_bytes=UNEQUAL, modules={**every(SGD).modules, "sequence": SEQUENCE}),
     "weights in batches": Case(

@@ -18,21 +18,17 @@ from tests.ways import Training, local, saved_state, states_of, train
 
 ROW_WISE = (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-3})
 TRAININGS = {
-    "sgd": Training(),
     "adagrad": Training(torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3}),
     "row-wise adagrad": Training(*ROW_WISE),
     "summed gradients": Training(divides=False),
-    "half": Training(half=True),
     "half, row-wise adagrad": Training(*ROW_WISE, half=True),
-    "dedup": Training(*ROW_WISE, dedup=True),
-    "pipeline": Training(*ROW_WISE, way="pipeline"),
     "pipeline with dedup": Training(*ROW_WISE, way="pipeline", dedup=True),
     "accumulation": Training(*ROW_WISE, way="accumulation"),
     "schedule": Training(way="schedule"),
     "ahead": Training(*ROW_WISE, way="ahead"),
 }
 TRAINING = TRAININGS["row-wise adagrad"]
-ON_FOUR = ("row-wise adagrad", "pipeline with dedup", "accumulation")
+ON_FOUR = ("row-wise adagrad", "pipeline with dedup")
 DRIFTED = {"ec.goods": torch.tensor([1, 5, 50, 96]), "ec.shops": torch.tensor([0, 39])}
 """Some rows stay hot, some become hot, others cool down."""
 MOVES: dict[str, tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]] = {
@@ -119,7 +115,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_equals_that_of_whole_tables(ranks: int, found: dict[int, list[dict[str, Any]]]) -> None:
-    """Ten steps. The shards hold the hot rows too once somebody has taken the state dict."""
+    """The shards hold the hot rows too once somebody has taken the state dict."""
     for of_rank in found[ranks]:
         for name, trained in of_rank["trained"].items():
             (losses, logits, shards), (hot_losses, hot_logits, hot_shards) = trained.values()

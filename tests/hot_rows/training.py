@@ -23,7 +23,7 @@ from dreamshard_planner.hot_rows.sharded import HotRowsSharder
 from tests.distributed.ranks import Rank
 from tests.ways import Batch, TopLayer, Training
 
-DIM, STEPS, SAMPLES = 8, 10, 13
+DIM, STEPS, SAMPLES = 8, 6, 13
 TABLES = {"goods": (97, ("seen", "bought")), "shops": (41, ("visited",)), "whole": (30, ("place",))}
 """Rows and features; the last table is table_wise and has no hot rows."""
 HOT = {"ec.goods": torch.tensor([96, 0, 5, 63, 64, 65]), "ec.shops": torch.tensor([1, 2, 40])}

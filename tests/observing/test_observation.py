@@ -247,12 +247,13 @@ def test_a_prediction_for_other_ranks_is_not_compared() -> None:
 def test_a_wrong_number_of_steps_is_warned_of_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(automatic.VARIABLE, "many")
     monkeypatch.setattr(automatic.dist, "is_initialized", lambda: True)
-    levels = []
-    monkeypatch.setattr(automatic.logger, "log", lambda level, *_: levels.append(level))
+    said = []
+    monkeypatch.setattr(automatic.logger, "log", lambda level, text, *values: said.append((level, text % values)))
     for rank in range(3):
         monkeypatch.setattr(automatic.dist, "get_rank", lambda rank=rank: rank)
         automatic.begin(torch.nn.Module(), None)
-    assert levels == [logging.WARNING, logging.INFO, logging.INFO]
+    assert [level for level, _ in said] == [logging.WARNING, logging.INFO, logging.INFO]
+    assert all("'many'" in text and "training goes on" in text for _, text in said)
 
 
 def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
