@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dreamshard_planner.search.effort import EFFORTS
 from dreamshard_planner.training import QUICK, calibration
 from tests.torchrun import forked
 
@@ -71,6 +72,7 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if name == "parquet_statistics":
         pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(EFFORTS, "default", EFFORTS["quick"])
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *ALONE[name]])
     monkeypatch.setattr(calibration, "_ARENA_BYTES", {"cpu": QUICK.arena_bytes})  # else filled for longer than measured
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import SHARDERS, collection, table
+from small_models import SHARDERS, collection, planned, planner, table, topology
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.global_settings import set_propogate_device
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.inference import dlrm_predict
 from torchrec.inference.modules import DEFAULT_SHARDERS, quantize_inference_model, shard_quant_model
@@ -99,9 +99,8 @@ def test_a_sharded_model_computes_what_the_quantized_one_does(pooled: str, seque
         name: ParameterConstraints(sharding_types=[sequence if name.startswith("s") else pooled], min_partition=32)
         for name in ("t0", "t1", "t2", "t3", "s0", "s1")
     }
-    topology = Topology(world_size=2, compute_device="cpu")
-    planner = DreamShardPlanner(topology=topology, batch_size=8, constraints=constraints)
-    plan = planner.plan(model, DEFAULT_SHARDERS)
+    made = planner(batch_size=8, constraints=constraints)
+    plan = made.plan(model, DEFAULT_SHARDERS)
     kinds = {name: one.sharding_type for module in plan.plan.values() for name, one in module.items()}
     assert kinds == {name: constraint.sharding_types[0] for name, constraint in constraints.items()}
     sharded, _ = shard_quant_model(copy.deepcopy(model), world_size=2, sharding_device="cpu", sharding_plan=plan)
@@ -112,7 +111,7 @@ def test_a_sharded_model_computes_what_the_quantized_one_does(pooled: str, seque
     assert expected.keys() == found.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name])
-    assert planner.report().chosen.backward_ms == (0.0, 0.0)
+    assert made.report().chosen.backward_ms == (0.0, 0.0)
 
 
 @pytest.mark.usefixtures("on_cpus")
@@ -120,11 +119,11 @@ def test_torchrecs_own_example_with_this_planner(monkeypatch: pytest.MonkeyPatch
     """A quantized DLRM, planned, sharded, traced, scripted and run by TorchRec's predict factory."""
     planners = []
 
-    def planner(**arguments: object) -> DreamShardPlanner:
+    def ours(**arguments: object) -> DreamShardPlanner:
         planners.append(DreamShardPlanner(**arguments))
         return planners[-1]
 
-    monkeypatch.setattr("torchrec.distributed.planner.EmbeddingShardingPlanner", planner)
+    monkeypatch.setattr("torchrec.distributed.planner.EmbeddingShardingPlanner", ours)
     features = ["a", "b", "c"]
     batch = type("Batch", (), {"dense_features": torch.rand(8, 13), "sparse_features": inputs(features, 3)})
     config = dlrm_predict.DLRMModelConfig([32, 16], 13, 16, features, [100] * 3, None, [32, 1], batch)
@@ -136,11 +135,9 @@ def test_torchrecs_own_example_with_this_planner(monkeypatch: pytest.MonkeyPatch
     assert {table.kernel for table in planners[0].report().tables} == {"quant"}
 
 
-def plan_of(module: nn.Module, device: str = "cpu", sharders=DEFAULT_SHARDERS, **arguments):
-    arguments = {"cost_source": "roofline", "batch_size": 512} | arguments
-    planner = DreamShardPlanner(topology=Topology(world_size=2, compute_device=device), debug=False, **arguments)
-    planner.plan(nn.ModuleDict({"m": module}), sharders)
-    return planner
+def plan_of(module: nn.Module, device: str = "cpu", sharders=DEFAULT_SHARDERS, **arguments) -> DreamShardPlanner:
+    arguments = {"cost_source": "roofline", "batch_size": 512, "topology": topology(device=device)} | arguments
+    return planned(nn.ModuleDict({"m": module}), sharders, **arguments)
 
 
 def bags(data_type: DataType, **arguments) -> QuantEmbeddingBagCollection:
@@ -165,11 +162,8 @@ def test_all_ranks_serve_one_batch_together() -> None:
     """Twice the ranks do not look up twice as much, as they do in training."""
     workload = {}
     for ranks in (2, 8):
-        planner = DreamShardPlanner(
-            topology=Topology(world_size=ranks, compute_device="cpu"), batch_size=512, sharding_types=[TW]
-        )
-        planner.plan(nn.ModuleDict({"m": bags(DataType.INT8)}), DEFAULT_SHARDERS)
-        (workload[ranks],) = planner._loop.model.context.read(planner.options[:1]).workload_P
+        made = plan_of(bags(DataType.INT8), topology=topology(ranks), cost_source="auto", sharding_types=[TW])
+        (workload[ranks],) = made._loop.model.context.read(made.options[:1]).workload_P
     assert workload[2] == workload[8] and workload[2].lookups == 512
 
 
@@ -198,12 +192,11 @@ def test_what_torchrec_would_not_run_is_refused_and_says_why() -> None:
 
 def test_a_report_tells_served_tables_from_trained_ones(tmp_path: Path) -> None:
     model = nn.ModuleDict({"served": bags(DataType.INT8), "trained": collection(table("u", 1000, 64))})
-    planner = DreamShardPlanner(topology=Topology(world_size=2, compute_device="cpu"), batch_size=64, debug=False)
-    planner.plan(model, [*DEFAULT_SHARDERS, *SHARDERS])
-    planner.save_plan(tmp_path / "plan.json")
+    made = planned(model, [*DEFAULT_SHARDERS, *SHARDERS])
+    made.save_plan(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="'served.t' is quantized"):
         job_of(SavedPlan.load(tmp_path / "plan.json"))
-    text = str(planner.report())
+    text = str(made.report())
     assert "the model has quantized tables" in text and "nothing was measured" in text
     assert "costs were" not in text  # of the network, which is not in use
-    assert {table.kernel for table in planner.report().tables} == {"quant", "fused"}
+    assert {table.kernel for table in made.report().tables} == {"quant", "fused"}

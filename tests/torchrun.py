@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dreamshard_planner.search.effort import EFFORTS
 from tests.faults import PATIENCE_SECONDS, ended, start
 
 
@@ -40,11 +41,13 @@ def forked(script: Path, *options: str, ranks: int = 2) -> subprocess.CompletedP
 
 
 def run_script(script: Path, options: Sequence[str], own: Mapping[str, object], stdout: Path, stderr: Path) -> None:
-    """Run it in this process, which is one of :func:`tests.faults.start`, with these environment variables."""
+    """Run it in this process, which is one of :func:`tests.faults.start`, with these environment variables; plans take
+    little effort."""
     os.environ.update({name: str(value) for name, value in own.items()})
     for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
         with path.open("a") as file:  # of all ranks
             os.dup2(file.fileno(), stream.fileno())
+    EFFORTS["default"] = EFFORTS["quick"]
     sys.argv, sys.path[0] = [str(script), *options], str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
     gc.collect()  # what the script's own names held, as the end of Python does

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from mixed import parts_of
 from ranks import Rank, run_on_ranks
+from small_models import planned
 from torch import nn
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
@@ -149,7 +150,8 @@ def _train(rank: Rank, consecutive: bool, folder: Path) -> dict[str, Any]:
     groups = ShardingGroups(size=2, sync_interval=2, use_inter_host_allreduce=consecutive)
     # As in the example of DMPCollection: all ranks, and the sharding group as the host.
     topology = Topology(world_size=rank.world_size, local_world_size=2, compute_device="cpu")
-    planner = DreamShardPlanner(topology=topology, batch_size=4, constraints=CONSTRAINTS, sharding_groups=groups)
+    given = {"topology": topology, "batch_size": 4, "sharding_groups": groups, "effort": "quick"}
+    planner = DreamShardPlanner(**given, constraints=CONSTRAINTS)
     replicas: list[dist.ProcessGroup] = []
     sharded = _sharded(rank, planner, groups, replicas)
     context = sharded._default_ctx
@@ -177,9 +179,8 @@ def _replicate(rank: Rank) -> dict[str, Any]:
     groups = ShardingGroups(size=2)
     constraints = CONSTRAINTS | {"t3": ParameterConstraints(sharding_types=[DP])}
     topology = Topology(world_size=rank.world_size, local_world_size=2, compute_device="cpu")
-    planner = DreamShardPlanner(
-        topology=topology, batch_size=4, constraints=constraints, sharding_groups=groups, optimizers_attached=True
-    )
+    given = {"topology": topology, "batch_size": 4, "sharding_groups": groups, "effort": "quick"}
+    planner = DreamShardPlanner(**given, constraints=constraints, optimizers_attached=True)
     with pytest.raises(DreamShardError, match=r"topology has 2 ranks, and there are 4 .*DMPCollection"):
         DistributedModelParallel(Model("meta"), device=torch.device("cpu"), planner=planner)
     sharded = _sharded(rank, planner, groups, [])
@@ -235,17 +236,16 @@ def test_replicated_tables_are_trained_by_the_ranks_of_all_groups(found: list[di
         torch.testing.assert_close(one["after"], one["before"] - step[:, None].float(), atol=1e-5, rtol=1e-5)
 
 
+def in_groups(topology: Topology, **arguments: Any) -> DreamShardPlanner:
+    return planned(Model("meta"), get_default_sharders(), topology=topology, batch_size=512, **arguments)
+
+
 def test_the_ranks_of_a_host_that_dmp_collection_needs_are_told() -> None:
     for kind, told in (("table_row_wise", True), (RW, False)):
-        planner = DreamShardPlanner(
-            topology=Topology(8, "cuda", local_world_size=4),
-            batch_size=512,
-            constraints={f"t{i}": ParameterConstraints(sharding_types=[kind]) for i in range(4)},
-            effort="quick",
-            sharding_groups=ShardingGroups(size=4),
-        )
-        planner.plan(Model("meta"), get_default_sharders())
-        assert any("node_group_size=2" in str(note) for note in planner.report().notes) == told
+        constraints = {f"t{i}": ParameterConstraints(sharding_types=[kind]) for i in range(4)}
+        hosts = Topology(8, "cuda", local_world_size=4)
+        report = in_groups(hosts, constraints=constraints, sharding_groups=ShardingGroups(size=4)).report()
+        assert any("node_group_size=2" in str(note) for note in report.notes) == told
 
 
 def test_without_groups_the_plan_of_all_ranks_is_no_plan_of_one() -> None:
@@ -281,16 +281,10 @@ def test_ranks_of_a_group_by_host_and_the_links_of_replicas(
 
 
 def test_averaging_is_part_of_the_cost_and_weighs_less_the_rarer_it_is() -> None:
-    def planner(**groups: int) -> DreamShardPlanner:
-        made = DreamShardPlanner(
-            topology=Topology(8, "cuda"), batch_size=512, sharding_groups=ShardingGroups(**groups), effort="quick"
-        )
-        made.plan(Model("meta"), get_default_sharders())
-        return made
-
-    often = planner(size=2, sync_interval=1)
-    every, seldom = (one.report().chosen for one in (often, planner(size=2, sync_interval=100)))
-    alone = planner(size=8).report()
-    assert every.total_ms > seldom.total_ms
+    often, seldom, alone = (
+        in_groups(Topology(8, "cuda"), sharding_groups=ShardingGroups(size=size, sync_interval=interval))
+        for size, interval in ((2, 1), (2, 100), (8, 1))
+    )
+    assert often.report().chosen.total_ms > seldom.report().chosen.total_ms
     assert often.explain().headline == often.report().verdict
-    assert alone.averaging_ms == 0
+    assert alone.report().averaging_ms == 0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import SHARDERS, topology
+from small_models import planned, topology
 
-from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError
+from dreamshard_planner import Checkpoint, Observation, ObservationError
 from dreamshard_planner.background import _learned
 from dreamshard_planner.checkpoints.choice import SHIPPED, new_file, observed_file, resolve
 from dreamshard_planner.checkpoints.choice import measured as measured_costs
@@ -67,9 +67,7 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
     assert said in run("info", "auto").output.replace("\n", " ")
     (finding,) = (one for one in diagnose() if one.subject == "costs on cpu")
     assert "bandwidths, costs learned from 2 runs on this hardware" in finding.found
-    planner = DreamShardPlanner(topology=cpu, batch_size=LOCAL_BATCH)
-    planner.plan(model(), SHARDERS)
-    report = planner.report()
+    report = planned(model(), topology=cpu, batch_size=LOCAL_BATCH).report()
     assert f"roofline (topology's {MEMORY * 1e3 / 1e9:.0f}" not in report.cost_source
     assert said[:26] in report.cost_source and any(said in note.text for note in report.notes)
     assert not any("nothing was measured" in note.text for note in report.notes)
@@ -174,14 +172,12 @@ def test_what_later_runs_contradict_is_removed(tmp_path: Path, monkeypatch: pyte
     assert _learned(runs(1.0), 2).digest() == measured.digest() and not file.exists()
 
 
-@pytest.mark.parametrize("sharding_type, place", [("column_wise", (0, 32)), ("row_wise", (1500, 0))])
-def test_equal_parts_of_the_same_tables_are_one_kernel(sharding_type: str, place: tuple, tmp_path: Path) -> None:
+def test_equal_parts_of_the_same_tables_are_one_kernel(tmp_path: Path) -> None:
     """Or a level that only half a table on either rank tells would be confirmed by the other half."""
-    size = (3000, 32) if sharding_type == "column_wise" else (1500, 64)
     ranks = []
-    for rank, offset in enumerate([(0, 0), place]):
-        parts = tuple(ObservedTable(f"ebc.{name}", (name,), 3000, 64, offset, size) for name in ("f0", "f1"))
-        split = replace(kernel(0, rank), sharding_type=sharding_type, tables=parts[:: 1 - 2 * rank])
+    for rank, offset in enumerate([(0, 0), (0, 32)]):
+        parts = tuple(ObservedTable(f"ebc.{name}", (name,), 3000, 64, offset, (3000, 32)) for name in ("f0", "f1"))
+        split = replace(kernel(0, rank), sharding_type="column_wise", tables=parts[:: 1 - 2 * rank])
         lookups = sum(one.lookups for one in split.workloads(STATISTICS))
         times = {f"kernel 0 {way}": (1.0 + rank,) * 8 for way in ("forward", "backward")}
         ranks.append(replace(rank_steps(0, rank, **times, **{"kernel 0 lookups": (lookups,) * 8}), kernels=(split,)))
@@ -217,8 +213,7 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     assert "taken to be as much slower" in learned.all_reduce.source
     (said,) = made.metadata["learned"]["exchanges"]
     assert said == "outputs by all_to_all: were 93 % off, are now 2 % off"
-    planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
-    planner.plan(model(), SHARDERS)
+    planner = planned(model(), batch_size=LOCAL_BATCH, checkpoint=made)
     assert planner.report().collectives_source.startswith("measured with gloo on 2 ranks of one")
     # So are all-reduces that were measured elsewhere, or plans would flee to them; nothing measured gets faster.
     known = resolve("auto", "cpu")
@@ -289,9 +284,7 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
         assert links.all_to_all.is_measured == (name == "measured")
         (said,) = made.metadata["learned"]["exchanges"]
         assert ("were not counted, are now" in said) == (name == "measured") and said.startswith("lookups: were ")
-        planner = DreamShardPlanner(topology=cpu, batch_size=LOCAL_BATCH, checkpoint=made)
-        planner.plan(model(), SHARDERS)
-        report = planner.report()
+        report = planned(model(), topology=cpu, batch_size=LOCAL_BATCH, checkpoint=made).report()
         assert sum(ms for name, ms in report.collectives if name.endswith(" lookups")) > links.lookups.latency_ms
         assert not any("lookups is not counted" in str(note) for note in report.notes)
 
