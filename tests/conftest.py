@@ -56,7 +56,6 @@ def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--turns", type=int, default=1, help="of 9: shardings to move to on other numbers of ranks (1)")
     parser.addoption("--models", type=int, default=20, help="random mixed models to plan (20)")
     parser.addoption(
         "--cases", type=int, default=50, help="cases of the fuzz tests (50), the same each time unless given"
