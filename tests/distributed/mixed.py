@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    DenseTableBatchedEmbeddingBagsCodegen,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from ranks import Rank
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -103,10 +99,6 @@ class Trained:
     notes: tuple[str, ...]
     warned: tuple[str, ...]
     error: str | None
-    allocated: int
-    """Bytes of this rank's tables, see :func:`allocated_bytes`."""
-    planned: tuple[int, ...]
-    """Bytes of host memory that the planner expected, by rank; on rank 0."""
 
 
 def feature_names(table: str, spec: TableSpec) -> list[str]:
@@ -230,13 +222,13 @@ def train(case: Case, rank: Rank, local_world_size: int) -> Trained:
         plan = planner.collective_plan(MixedModel(case), sharders(case), dist.group.WORLD)
     warned = tuple(str(warning.message) for warning in caught if warning.category is UserWarning)
     losses: list[float] = []
-    weights, memory, error = {}, 0, None
+    weights, error = {}, None
     try:
         kind = DistributedModelParallel if case.attached else TorchRecsDistributedModelParallel
         model = kind(MixedModel(case), device=rank.device, sharders=sharders(case), plan=plan)
         fill(model)
         _steps(case, model, rank, losses)
-        weights, memory = whole_weights(model, rank.world_size), allocated_bytes(model)
+        weights = whole_weights(model, rank.world_size)
     except (AssertionError, RuntimeError, ValueError) as crash:
         error = f"{type(crash).__name__}: {crash}"
     sharding = {
@@ -244,11 +236,8 @@ def train(case: Case, rank: Rank, local_world_size: int) -> Trained:
         for tables in plan.plan.values()
         for name, parameter in tables.items()
     }
-    notes, planned = (), ()
-    if isinstance(planner, DreamShardPlanner) and rank.rank == 0:
-        report = planner.report()
-        notes, planned = report.notes, next(entry.used_bytes for entry in report.memory if entry.kind == "DDR")
-    return Trained(losses, weights, sharding, notes, warned, error, memory, planned)
+    told = isinstance(planner, DreamShardPlanner) and rank.rank == 0
+    return Trained(losses, weights, sharding, planner.report().notes if told else (), warned, error)
 
 
 def _steps(case: Case, model: DistributedModelParallel, rank: Rank, losses: list[float]) -> None:
@@ -265,24 +254,6 @@ def _steps(case: Case, model: DistributedModelParallel, rank: Rank, losses: list
         total = loss.detach() / rank.world_size
         dist.all_reduce(total)
         losses.append(total.item())
-
-
-def allocated_bytes(model: DistributedModelParallel) -> int:
-    """Weights, states of in-backward optimizers and gradients of all tables, on this rank, at the most."""
-    total = 0
-    lookups = [lookup for module in model.modules() for lookup in getattr(module, "_lookups", ())]  # not registered
-    for module in itertools.chain.from_iterable(lookup.modules() for lookup in lookups):
-        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
-            tensors = [*module.split_embedding_weights()]
-            tensors += [state for states in module.split_optimizer_states() for state in states]
-        elif isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
-            # Its gradient, for as long as it takes to copy it into DDP's bucket, and that.
-            tensors = [module.weights, *2 * [torch.empty_like(module.weights, device="meta")]]
-        else:
-            continue
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    states = [state for of_table in model.fused_optimizer.state.values() for state in of_table.values()]
-    return total + sum(state.numel() * state.element_size() for state in states if type(state) is Tensor)  # of replicas
 
 
 def alone(case: Case) -> Case:

@@ -15,7 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     UserEnabledConfigDefinition,
     WeightDecayMode,
 )
-from small_models import collection, table
+from small_models import collection, planned, table
 from torchrec.distributed.batched_embedding_kernel import _populate_ssd_tbe_params
 from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel,
@@ -27,6 +27,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 from torchrec.distributed.types import CacheParams, KeyValueParams
 from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.optim import SGD, Adagrad
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
@@ -149,6 +151,12 @@ def test_storage_of_key_value_stores(optimizer: str, stored: KeyValueParams | No
         check(option, slots * (dim * 4 + 16) + states, 2 * slots * (dim * 4 + 12), most)
 
 
-def test_replicas_have_gradients_and_buckets() -> None:
-    (option,) = options(ParameterConstraints(["data_parallel"], ["dense"]))
-    assert option.shards[0].storage.hbm == 3 * ROWS * DIM * 4
+@pytest.mark.parametrize(("optimizer", "values_per_row"), [(SGD, 0), (Adagrad, DIM), (RowWiseAdagrad, 1)])
+def test_replicas_have_gradients_buckets_and_the_states_of_attached_optimizers(
+    optimizer: type[torch.optim.Optimizer], values_per_row: int
+) -> None:
+    constraints = {"t": ParameterConstraints(["data_parallel"], ["dense"], pooling_factors=[0.0])}
+    model = collection(table("t", ROWS, DIM), optimizer=optimizer)
+    made = planned(model, constraints=constraints, batch_size=1, optimizers_attached=True)
+    weights, states = ROWS * DIM * 4, ROWS * values_per_row * 4
+    assert made.options[0].shards[0].storage.ddr == pytest.approx(3 * weights + states, rel=1e-3)
