@@ -11,10 +11,6 @@ from hypothesis import HealthCheck, settings
 
 from dreamshard_planner.environment import load_libc10_first
 
-load_libc10_first()  # tests time kernels: before anything imports torch
-import torch  # noqa: E402
-import torch.distributed.optim  # noqa: E402, F401 (dreamshard_planner imports it early if torch is there already)
-
 # Scripts that tests start find this checkout too, installed or not (for the tests themselves: pythonpath in setup.cfg).
 _PATHS = (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
@@ -22,7 +18,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 os.environ["DREAMSHARD_OBSERVE"] = "0"
 # Small tensors and several processes on few cores: more threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-torch.set_num_threads(1)
 # Typer and rich print for a terminal with colours where these say so, as on a public CI; typer asks at its import.
 for _name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERMINAL_WIDTH"):
     os.environ.pop(_name, None)
@@ -63,7 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the number of cases of the fuzz tests."""
+    """Prepare torch, and set the number of cases of the fuzz tests."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the process that hands out tests runs none: it would import torch before the others start
+    load_libc10_first()  # tests time kernels: before anything imports torch
+    import torch.distributed.optim  # dreamshard_planner imports it early if torch is there already
+
+    torch.set_num_threads(1)
     cases = config.getoption("--cases")
     settings.register_profile(
         "fuzz",
@@ -78,6 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     # One process takes from the other's last tests when it has none: what is left at the end should be short.
     items.sort(key=lambda item: item.path.name not in LONG)
     if not torch.cuda.is_available():
