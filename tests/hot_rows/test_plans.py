@@ -3,15 +3,21 @@
 them."""
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_models import sequences
+from small_models import table as table_of
+from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, JsonPlanLoader, PlanError, TableStatistics, compare
@@ -21,19 +27,31 @@ from dreamshard_planner.hot_rows.hot_set import hot_rows_of
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.workload.hot_rows import without_rows
 from tests.cli.test_commands import run, run_json
-from tests.hot_rows.zipf import FEATURES, sequence_model, zipf_batches
 
 ROWS, DIM, SAMPLES, LOOKUPS, NODES = 20_000, 32, 256, 50, 4
 BUDGET_BYTES = 2**19
+FEATURES = ("t0_f0", "t1_f0")
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _zipf_batches(exponent: float) -> Iterator[KeyedJaggedTensor]:
+    """Batches whose k-th most read row is read as often as k ** -exponent, at a random place of the table."""
+    generator = torch.Generator().manual_seed(3)
+    place = torch.randperm(ROWS, generator=generator)
+    below = (torch.arange(1, ROWS + 1, dtype=torch.float64) ** -exponent).cumsum(0)
+    for _ in range(8):
+        number = SAMPLES * LOOKUPS * len(FEATURES)
+        at = torch.rand(number, generator=generator, dtype=torch.float64) * below[-1]
+        ids = place[torch.searchsorted(below, at).clamp_max(ROWS - 1)]
+        yield KeyedJaggedTensor([*FEATURES], ids, lengths=torch.full((SAMPLES * len(FEATURES),), LOOKUPS))
 
 
 @cache
 def _statistics(exponent: float = 1.2, shift: int = 0) -> TableStatistics:
     """Return statistics of batches whose ids are all moved by so many rows."""
-    batches = zipf_batches(exponent, ROWS, SAMPLES, LOOKUPS, 8)
     return TableStatistics.from_batches(
-        KeyedJaggedTensor([*FEATURES], (batch.values() + shift) % ROWS, lengths=batch.lengths()) for batch in batches
+        KeyedJaggedTensor([*FEATURES], (batch.values() + shift) % ROWS, lengths=batch.lengths())
+        for batch in _zipf_batches(exponent)
     )
 
 
@@ -48,7 +66,9 @@ def _planned(
         statistics=None if exponent is None else _statistics(exponent),
         **given,
     )
-    return planner.plan(sequence_model(ROWS, DIM), [EmbeddingCollectionSharder(use_index_dedup=dedup)]), planner
+    model = nn.ModuleDict({"ec": sequences(table_of("t0", ROWS, DIM), table_of("t1", ROWS, DIM))})
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1, "eps": 1e-3})
+    return planner.plan(model, [EmbeddingCollectionSharder(use_index_dedup=dedup)]), planner
 
 
 def _choice(planner: DreamShardPlanner) -> HotRowsChoice:
@@ -107,7 +127,7 @@ def test_other_lookups_have_the_statistics_of_batches_without_hot_rows() -> None
     assert known.hot is not None
     ids = torch.tensor([row for row, reads in zip(known.hot.ids, known.hot.reads, strict=True) if reads >= 2])
     left = []
-    for batch in zipf_batches(1.2, ROWS, SAMPLES, LOOKUPS, 8):
+    for batch in _zipf_batches(1.2):
         of_f0 = batch[FEATURES[0]].values()
         cold = of_f0[~torch.isin(of_f0, ids)]
         lengths = torch.tensor([len(cold), *[0] * (SAMPLES - 1)])
