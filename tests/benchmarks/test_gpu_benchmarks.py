@@ -15,7 +15,6 @@ import pytest
 import fused_kernels
 import gpu
 import gpu_contest
-import published_plan
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
 from fused_kernels import BASE, SWEEPS, moved_bytes
 
@@ -53,26 +52,6 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     (base,) = [row for row in result["rows"] if row["shape"]["tables"] == BASE.tables]
     forward, _ = moved_bytes(BASE.workloads(16, "rowwise_adagrad"))
     assert base["gb_per_s"][0] == pytest.approx(forward / base["ms"][0] / 1e6)
-
-
-def test_shards_of_the_published_plan_cover_every_table() -> None:
-    sizes = {row["table"]: row["rows"] * row["dim"] for row in published_plan.rows()}
-    found = {}
-    for module in published_plan.published_plan().plan.values():
-        for table, sharding in module.items():
-            shards = sharding.sharding_spec.shards
-            assert len(shards) == len(sharding.ranks) and max(sharding.ranks) < published_plan.RANKS
-            found[table] = sum(shard.shard_sizes[0] * shard.shard_sizes[1] for shard in shards)
-    assert found == sizes and len(sizes) == 1935
-
-
-def test_every_planner_of_a_task_fills_every_rank() -> None:
-    table = Table("t", 1000, 16, (FeatureStatistics(4.0),), optimizer="sgd")
-    plans = gpu_contest.Task("small", (table,), 8).plans(limit=5.0)
-    assert list(plans) == [gpu_contest.BASE, gpu_contest.OURS, gpu_contest.SAME_SLICES]
-    for entry in plans.values():
-        assert len(entry["kernels"]) == len(entry["extra_ms"]) == len(entry["predicted_ms"]) == 8
-        assert sum(entry["types"].values()) == 1 and max(entry["predicted_ms"]) > 0
 
 
 def test_each_rank_takes_the_sum_of_its_kernels(

@@ -348,10 +348,8 @@ def test_collectives_are_measured_between_ranks(told: dict[str, list[Any]], tmp_
     ("damage", "reason"),
     [
         (lambda text: text.replace('"revision": 3', '"revision": 4'), "revision must be 3, got 4: measure"),
-        (lambda text: text[:50], "not a JSON file"),
         (lambda text: text.replace('"bytes_per_ms": 2.0', '"bytes_per_ms": -1'), "bytes_per_ms must be a number"),
         (lambda text: text.replace('"all_reduce"', '"reduce"'), "fits lack all_reduce"),
-        (lambda text: f"[{text}]", "must be a mapping"),
     ],
 )
 def test_damaged_measurements_are_refused(damage: Callable[[str], str], reason: str, tmp_path: Path) -> None:

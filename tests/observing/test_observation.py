@@ -42,14 +42,6 @@ def test_long_trainings_keep_few_steps_the_same_on_every_rank() -> None:
     assert set(columns["lookups"]) == {2.0} and all(0 <= ms for ms in columns["step"])
 
 
-def test_a_call_without_a_backward_pass_is_no_training_step() -> None:
-    recorder = StepRecorder(DeviceClock(torch.device("cpu")))
-    for _ in range(3):
-        recorder.next_step()
-        recorder.current.add("forward", recorder.clock.mark(), recorder.clock.mark())
-    assert recorder.columns() == ((), {}) and recorder.steps == 2
-
-
 def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     whole = observation(2)
     for rank in range(2):

@@ -121,18 +121,6 @@ def test_a_given_enumerator_does_not_undo_exact_training() -> None:
         planner(topology=devices, enumerator=only).plan(model, SHARDERS)
 
 
-def test_a_given_enumerator_is_asked_once_per_plan() -> None:
-    asked = []
-
-    class Counted(EmbeddingEnumerator):
-        def enumerate(self, module, sharders) -> list[ShardingOption]:
-            asked.append(module)
-            return super().enumerate(module, sharders)
-
-    made = planned(small_model(), enumerator=Counted(topology(), 64))
-    assert len(asked) == 1 and len(made.options) == 6
-
-
 class DearWhole(EmbeddingPerfEstimator):
     """A user's estimator, to which whole tables are dear."""
 
