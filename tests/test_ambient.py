@@ -13,7 +13,6 @@ from small_models import SHARDERS, collection, ranks_of, table, topology
 from small_models import planner as make_planner
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -34,19 +33,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class Halved(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        return result.half() if isinstance(result, torch.Tensor) and result.is_floating_point() else result
-
-
 STATES: dict[str, Callable[[], AbstractContextManager]] = {
     "float16": lambda: default_dtype(torch.float16),
     "default device meta": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "inference mode": torch.inference_mode,
     "fake tensors": FakeTensorMode,
-    "function mode": Halved,
 }
 """States that a training script may have torch in when it asks for a plan."""
 CACHES = (shipped, reuse.bin_mean_reuse, reuse._thinning, reuse._rates, reuse._probabilities_at)
