@@ -49,7 +49,7 @@ TRAININGS = {
 }
 
 
-ON_FOUR = ("row-wise adagrad", "way: pipeline", "summed gradients, twice")
+ON_FOUR = ("way: pipeline", "summed gradients, twice")
 
 
 @dataclass(frozen=True)

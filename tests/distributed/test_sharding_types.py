@@ -105,7 +105,7 @@ EXACT = {
     ),
     "free": Case({"bags": FREE, "sequence": {"s": TableSpec(60, 8), "u": TableSpec(50, 8)}}, SGD, planned_batch=4096),
 }
-ON_FOUR = ("stock sgd", "every adagrad", "every row-wise adagrad", "attached row-wise adagrad", "free")
+ON_FOUR = ("stock sgd", "every adagrad", "every row-wise adagrad")
 DIFFERENT = {kind: Case({"bags": {"t": spec(kind)}}, RowWiseAdagrad, stock=kind != GRID) for kind in (CW, GRID)} | {
     DP: Case({"bags": {"t": spec(DP), "w": spec(TW)}}, SGD, dense=None, attached=False)
 }
@@ -168,9 +168,8 @@ def test_exact_plans_train_as_one_rank(
         )
 
 
-@pytest.mark.parametrize("ranks", ["on_two", "on_four"])
-def test_a_free_plan_splits_the_hot_table(ranks: str, request: pytest.FixtureRequest) -> None:
-    kind, used = request.getfixturevalue(ranks)[0]["free"].sharding["hot"]
+def test_a_free_plan_splits_the_hot_table(on_two: list[dict[str, Trained]]) -> None:
+    kind, used = on_two[0]["free"].sharding["hot"]
     assert kind == CW and len(set(used)) > 1
 
 

@@ -47,7 +47,6 @@ TRAININGS = {
     "ahead": Training(*ROW_WISE, way="ahead"),
 }
 TRAINING = TRAININGS["row-wise adagrad"]
-ON_FOUR = ("row-wise adagrad", "pipeline with dedup")
 DRIFTED = {"ec.goods": torch.tensor([1, 5, 50, 96]), "ec.shops": torch.tensor([0, 39])}
 """Some rows stay hot, some become hot, others cool down."""
 MOVES: dict[str, tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]] = {
@@ -189,7 +188,7 @@ def _plain_load(rank: Rank, folder: str) -> tuple[list[float], list[float], str]
 
 def _on_four(rank: Rank, folder: str) -> dict[str, Any]:
     _save(rank, folder)
-    return {"trained": _train(rank, ON_FOUR)}
+    return {"trained": _train(rank, ["pipeline with dedup"])}
 
 
 def _on_two(rank: Rank, folder: str) -> dict[str, Any]:
