@@ -2,7 +2,6 @@
 """Costs of placements and exchanges against the formula spelled out; the roofline by hand and against kernels."""
 
 import itertools
-import random
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -18,12 +17,11 @@ from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit,
 from dreamshard_planner.cost.compute import AdjustedCost, SharedCores
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig, predict_ms
-from dreamshard_planner.cost.problem import Cost, Preload, Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.workload.features import FEATURE_INDEX, WORK, feature_matrix
 from dreamshard_planner.workload.tables import Workload
 from paper.networks import PaperCostNetwork
-from paper.placement_mdp import PlacementCost
 
 
 def shardings(cost: Cost) -> list[Sharding]:
@@ -98,35 +96,6 @@ def test_rating_of_placements_is_the_formula(devices: int, groups: int, cores: S
     assert cost.rate(assignment_BS).overall_ms_B.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_spans_one_rank_is_placed_under_the_rest() -> None:
-    """The placement problem of a sharding rates it as the sharding's own cost does, wherever its free units go."""
-    cost, rng = sharding_cost(4, latency_ms=0.05), random.Random(3)
-    for sharding in rng.sample(shardings(sharding_cost(2)), 40):
-        doubled = Sharding(sharding.options * 2, sharding.positions * 2)
-        chosen = cost.chosen(doubled)
-        assert chosen.placed(chosen.assignment_S) == doubled
-        rated = float(chosen.cost.rate(chosen.assignment_S[None]).overall_ms_B)
-        assert rated == pytest.approx(cost.overall_ms(doubled), rel=1e-9)
-        moved = torch.randint(RANKS, chosen.assignment_S.shape, generator=torch.Generator().manual_seed(1))
-        rated = float(chosen.cost.rate(moved[None]).overall_ms_B)
-        assert rated == pytest.approx(cost.overall_ms(chosen.placed(moved)), rel=1e-9)
-
-
-def test_a_preload_costs_what_its_shards_would() -> None:
-    """Some shards laid down beforehand, the others placed beside them: rated as one."""
-    whole = make_cost(9, 3, groups=2)
-    assignment_S = torch.tensor([0, 1, 2, 0, 1, 1, 2, 0, 0])
-    problem, laid = whole.problem, torch.arange(9) < 4
-    latent_DGH = torch.zeros(3, 2, whole.latent_PH.shape[1], dtype=torch.float64)
-    latent_DGH.index_put_((assignment_S[laid], problem.group_P[laid]), whole.latent_PH[laid], accumulate=True)
-    rest = replace(
-        problem, **{name: getattr(problem, name)[~laid] for name in ("features_PF", "group_P", "bytes_PC", "needs_PM")}
-    )
-    cost = Cost(rest, ROOFLINE, preload=Preload(latent_DGH, torch.zeros(1, 3)))
-    expected_D = whole.rate(assignment_S[None]).device_ms_BD[0]
-    assert torch.allclose(cost.rate(assignment_S[None, ~laid]).device_ms_BD[0], expected_D)
-
-
 COMPUTE = {
     "roofline": ROOFLINE,
     "network": CostNetwork(CostNetworkConfig(members=2, table_hidden=8, head_hidden=8)),
@@ -150,29 +119,6 @@ def test_every_compute_cost_keeps_the_contract(name: str) -> None:
         assert ms_BDG2.shape == (2, 2, 1, 2) and (ms_BDG2[0, 1] == 0).all() and (ms_BDG2[1] > 0).all()
     assert compute.approximates or torch.equal(cost_BDG2, approximate_BDG2)
     assert str(compute.source)
-
-
-@torch.no_grad()
-def test_a_reward_is_the_formula_or_what_the_papers_network_has_learned() -> None:
-    problem, assignment_BS = make_cost(6, 2).problem, torch.tensor([[0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 0, 1]])
-    plain, paper = (PlacementCost(problem, COMPUTE[name]) for name in ("roofline", "paper"))
-    assert torch.equal(plain.reward_ms(assignment_BS), plain.rate(assignment_BS).overall_ms_B)
-    learned_B = paper.compute.reward_ms(paper.group_latents(assignment_BS))
-    assert torch.equal(paper.reward_ms(assignment_BS), learned_B) and learned_B.shape == (2,)
-
-
-def test_milliseconds_beside_a_kernel_add_up_and_are_not_corrected() -> None:
-    adjusted, features_PF = (
-        AdjustedCost(ROOFLINE, {"sgd": [[2.0, 0, 0, 0, 0]] * 2}),
-        make_cost(3, 1).problem.features_PF,
-    )
-    latent_PH = adjusted.encode(features_PF).double()
-    latent_PH[:, adjusted.EXTRA_MS] = 3.0
-    latent_PH[2] = 0.0  # a part that comes with its price has no kernel
-    latent_PH[2, adjusted.EXTRA_MS] = 5.0
-    kernel_ms_P2 = ROOFLINE.group_cost_ms(ROOFLINE.encode(features_PF))
-    expected_P2 = torch.cat([2 * kernel_ms_P2[:2] + 3, torch.full((1, 2), 5.0)])
-    assert torch.allclose(adjusted.group_cost_ms(latent_PH), expected_P2)
 
 
 def test_all_to_all_by_hand() -> None:
@@ -228,29 +174,6 @@ def test_roofline_by_hand() -> None:
     assert forward == pytest.approx(0.5 + (20 * 16 + 160 + 160) / 1000)
     # Rows are read and written; gradients read once per lookup, of which 160 bytes are the outputs'; indices sorted.
     assert backward == pytest.approx(1.0 + (2 * 320 + 160 + 4 * 2 * 160) / 1000 + (320 - 160) / 4000)
-
-
-def test_a_cache_serves_what_it_holds_and_narrow_rows_cost_a_least() -> None:
-    kernels = replace(
-        NO_FLOOR, cache_speedup=2.0, gradient_speedup=2.0, row_bytes=64.0, update_bytes=64.0, lane_dims=8.0
-    )
-    workload = Workload("t", 100, 4, 10, 4.0, 20.0, (0.0, 1.0) + (0.0,) * 15)  # 40 lookups of 20 rows
-
-    def ms(tables: int, cache_bytes: float) -> list[float]:
-        return cost_ms(RooflineCost(1000.0, 100.0, kernels, cache_bytes), *[workload] * tables)
-
-    rows, outputs, indices = 20 * 64, 160, 40 * 8
-    first = rows + outputs + indices
-    for tables in (1, 2):
-        # The forward's cache holds the rows of a table, one at a time.
-        forward, backward = ms(tables, rows)
-        assert forward == pytest.approx(tables * (first + rows / 2) / 1000)
-        # Gradients are read in passes of 8 columns; the cache holds all of a table's outputs.
-        assert backward == pytest.approx(tables * (2 * rows + outputs + 8 * indices + (40 * 32 - outputs) / 2) / 1000)
-        forward, backward = ms(tables, outputs / 2)
-        assert forward == pytest.approx(tables * (first + rows * (1 - outputs / 4 / rows)) / 1000)
-        again = (40 * 32 - outputs) * 0.75
-        assert backward == pytest.approx(tables * (2 * rows + outputs + 8 * indices + again) / 1000)
 
 
 def test_the_gpu_prior_agrees_with_measured_kernels() -> None:

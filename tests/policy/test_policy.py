@@ -23,7 +23,7 @@ from dreamshard_planner.policy.network import (
     policy_starts,
     roll_out,
 )
-from dreamshard_planner.policy.reinforce import DEAREST, ReinforceConfig, Rollout, advantages, standing, train_policy
+from dreamshard_planner.policy.reinforce import DEAREST, ReinforceConfig, advantages, standing, train_policy
 from dreamshard_planner.policy.task import ShardingTask
 from dreamshard_planner.search.starts import OptionTotals
 
@@ -49,7 +49,7 @@ def rolled_out(
 
 
 @pytest.mark.parametrize("sweeps", [1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_running_sums_are_the_rating(seed: int, sweeps: int) -> None:
     cost = sharding_cost(6, seed, latency_ms=0.05)
     environment = rolled_out(cost, sweeps=SWEEPS[:sweeps])
@@ -110,14 +110,6 @@ def test_episodes_use_the_types_that_they_may() -> None:
             assert options[plan.options[table]].sharding_type in (may or given)
 
 
-def test_a_table_with_more_slices_than_ranks_is_left_to_others() -> None:
-    cost = sharding_cost(2)
-    columns = cost.problem.tables[0][1]
-    many = replace(columns, units=columns.units * RANKS)
-    sliced = Cost(replace(cost.problem, tables=((many,), cost.problem.tables[1])), cost.compute, cost.latent_PH)
-    assert starts_of(sliced, Policy(PolicyConfig())) == []
-
-
 @pytest.mark.parametrize("policy", [Policy(PolicyConfig()), prior_policy()])
 def test_equal_whole_tables_are_evened_out(policy: Policy) -> None:
     cost = sharding_cost(1)
@@ -169,25 +161,9 @@ def test_advantages_by_hand() -> None:
     assert advantages(torch.tensor([math.inf, math.inf]), 1.5).tolist() == [0.0, 0.0]
 
 
-def test_what_was_not_legal_was_not_taken_and_teaches_nothing() -> None:
-    """Scoring all steps at once gives the very distributions that actions were drawn from."""
-    policy = Policy(PolicyConfig())
-    (task,) = tasks_of(0, memory=420)
-    rollout = Rollout.of(policy, task, 16, torch.Generator().manual_seed(0))
-    log_probability_SE, entropy_SE = rollout.scored_by(policy)
-    assert log_probability_SE.isfinite().all()
-    for step, seen in enumerate(rollout.seen):
-        action_E1 = rollout.action_SE[step][:, None]
-        assert seen.legal_XA.gather(1, action_E1).all()
-        expected_E = policy.logits(seen).log_softmax(-1).gather(1, action_E1)[:, 0]
-        torch.testing.assert_close(log_probability_SE[step], expected_E)
-        forced_E = seen.legal_XA.sum(-1) == 1
-        assert log_probability_SE[step][forced_E].abs().sum() == 0 and entropy_SE[step][forced_E].abs().sum() == 0
-
-
 def test_training_keeps_what_did_best_and_repeats() -> None:
     """Every look rates the policy; the last one stays only if nobody looks."""
-    tasks, wild = tasks_of(0, 1, 2, 3), replace(TRAINING, learning_rate=10.0)
+    tasks, wild = tasks_of(0, 1), replace(TRAINING, learning_rate=10.0)
     policies = []
     for config in (TRAINING, TRAINING, wild, replace(wild, looks=0)):
         policy = Policy(PolicyConfig(hidden=8))
@@ -198,17 +174,6 @@ def test_training_keeps_what_did_best_and_repeats() -> None:
         policies.append(policy)
     assert all(torch.equal(*pair) for pair in zip(policies[0].parameters(), policies[1].parameters(), strict=True))
     assert not torch.equal(policies[3].log_weights, Policy(PolicyConfig(hidden=8)).log_weights)
-
-
-def test_training_lowers_the_cost() -> None:
-    """From a policy that ignores cost. Collectives start slowly, so later sweeps keep to the first sweep's types."""
-    policy, tasks = Policy(PolicyConfig()), tasks_of(*range(6), latency_ms=2.0)
-    torch.nn.init.constant_(policy.log_greediness, -20.0)
-    before = standing(policy, tasks)
-    told = train_policy(policy, tasks, replace(TRAINING, updates=40, episodes_per_task=12, learning_rate=2e-2))
-    assert standing(policy, tasks) < before
-    first, last = (sum(update.relative_cost for update in part) for part in (told[:8], told[-8:]))
-    assert last < first
 
 
 def test_tasks_without_a_feasible_episode_teach_nothing() -> None:

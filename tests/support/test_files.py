@@ -3,8 +3,8 @@
 
 import os
 import resource
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,25 +33,6 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def at_once(*functions: Callable[[], object]) -> list[object]:
-    """Return results or errors of functions in threads that start together."""
-    barrier, results = threading.Barrier(len(functions)), [None] * len(functions)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        try:
-            results[index] = functions[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def test_a_file_has_one_lock_at_a_time(tmp_path: Path) -> None:
     with open_locked(tmp_path / "new" / "lock"), pytest.raises(FileError, match="another process is writing to it"):
         open_locked(tmp_path / "new" / "lock")
@@ -62,9 +43,10 @@ def test_a_file_has_one_lock_at_a_time(tmp_path: Path) -> None:
 
 def test_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
     path, contents = tmp_path / "result", [bytes([65 + i]) * 100_000 for i in range(3)]
-    for _ in range(30):
-        assert at_once(*(lambda content=content: write_whole(path, content) for content in contents)) == [None] * 3
-        assert path.read_bytes() in contents and os.listdir(tmp_path) == ["result"]
+    with ThreadPoolExecutor() as threads:
+        for _ in range(30):
+            assert list(threads.map(write_whole, [path] * 3, contents)) == [None] * 3
+            assert path.read_bytes() in contents and os.listdir(tmp_path) == ["result"]
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:

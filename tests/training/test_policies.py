@@ -9,14 +9,12 @@ import torch
 
 from common.linear_cost import LinearCost
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.checkpoints.choice import prior_policy, resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import mape_2, predict_ms
-from dreamshard_planner.measure.sets import BATCH_SIZES
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.reinforce import ReinforceConfig, standing
-from dreamshard_planner.search_space.sharding_types import TW
-from dreamshard_planner.training import QUICK, TrainingConfig, drawn_tasks, pool_tables, proposed_sets, validate_policy
+from dreamshard_planner.training import QUICK, TrainingConfig, drawn_tasks, pool_tables, validate_policy
 from dreamshard_planner.training.policies import improve
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
@@ -63,25 +61,3 @@ def test_reinforce_improves_on_unseen_tasks() -> None:
     _, trained = improve(config, ignorant, train_tables, False)
     assert standing(trained.policy, unseen) < before - 0.05
     assert standing(ignorant.policy, unseen) == before  # a copy was trained
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_tasks_offer_all_types_and_proposed_sets_are_what_the_policy_puts_together(device: str) -> None:
-    tables, _ = pool_tables(CONFIG.pools)
-    checkpoint = Checkpoint(prior_policy(), None, {"hardware": {}})
-    tasks = drawn_tasks(checkpoint, tables, 8, replace(QUICK, device=device, batch_sizes=None), seed=0)
-    assert {task.task.num_tables for task in tasks} <= {*range(8, 13)}
-    if device == "cuda":
-        problems = [task.task.problem for task in tasks]
-        offered = [{option.sharding_type for option in options} for problem in problems for options in problem.tables]
-        assert all(types > {TW} for types in offered)
-        assert len({int(problem.limits_DM[0, 0]) for problem in problems}) > 2  # some are short of memory
-    sets = proposed_sets(checkpoint.policy, tasks, 60, seed=0, device=device)
-    known = [{replace(workload, optimizer="sgd") for workload in task.read.workload_P} for task in tasks]
-    optimizers = [{workload.optimizer for workload in chosen} for chosen in sets]
-    assert all(len(one) == 1 for one in optimizers) and set.union(*optimizers) == {"sgd", "rowwise_adagrad", "adagrad"}
-    of_tasks = [{replace(workload, optimizer="sgd") for workload in chosen} for chosen in sets]
-    assert all(any(chosen <= workloads for workloads in known) for chosen in of_tasks)
-    assert all({workload.memory for workload in chosen} == {"device"} for chosen in sets)
-    batch_sizes = {workload.batch_size for chosen in sets for workload in chosen}
-    assert batch_sizes <= set(BATCH_SIZES[device])  # the cost network knows them

@@ -38,13 +38,9 @@ from dreamshard_planner.workload.tables import Table, workloads_of
 ONE_READ = (1.0,) + (0.0,) * (NUM_REUSE_BINS - 1)
 
 
-def popularity(shape: str, rows: int) -> Tensor:
-    """Chances of rows, hot first where it matters to nobody, [R]."""
-    if shape.startswith("zipf"):
-        return (torch.arange(rows, dtype=torch.float64) + 1) ** -float(shape.removeprefix("zipf"))
-    if shape == "two levels":
-        return torch.where(torch.arange(rows) < rows // 100, 200.0, 1.0).double()
-    return torch.exp(2 * torch.randn(rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+def popularity(exponent: float, rows: int) -> Tensor:
+    """Chances of rows, hot first, by a power law, [R]."""
+    return (torch.arange(rows, dtype=torch.float64) + 1) ** -exponent
 
 
 def drawn_rows(edge_R: Tensor, lookups: int, generator: torch.Generator) -> Tensor:
@@ -54,7 +50,7 @@ def drawn_rows(edge_R: Tensor, lookups: int, generator: torch.Generator) -> Tens
 
 
 def zipf_indices(rows: int, exponent: float, lookups: int) -> Tensor:
-    return drawn_rows(popularity(f"zipf{exponent}", rows).cumsum(0), lookups, torch.Generator().manual_seed(1))
+    return drawn_rows(popularity(exponent, rows).cumsum(0), lookups, torch.Generator().manual_seed(1))
 
 
 def errors(indices: Tensor, rows: int, old: int, new: int) -> tuple[float, float]:
@@ -113,8 +109,8 @@ def test_shared_tables_merge_their_features() -> None:
 @pytest.mark.parametrize(
     ("rows", "exponent", "lookups", "factor"),
     [
-        *[(rows, exponent, 20_000, n) for rows in (10**5, 10**6) for exponent in (0.8, 1.05, 1.3) for n in (2, 8, 64)],
-        *[(50_000, exponent, 40_000, n) for exponent in (0.6, 1.0, 1.35) for n in (2, 8)],  # few rows take many lookups
+        *[(rows, exponent, 20_000, n) for rows in (10**5, 10**6) for exponent in (0.8, 1.3) for n in (2, 64)],
+        *[(50_000, exponent, 40_000, n) for exponent in (0.6, 1.35) for n in (2, 8)],  # few rows take many lookups
     ],
 )
 def test_other_batch_sizes_of_zipf_tables(rows: int, exponent: float, lookups: int, factor: int) -> None:
@@ -168,21 +164,11 @@ def test_shifted_histograms_have_the_mean_that_was_asked(histogram: tuple[float,
         assert shifted == pytest.approx(histogram)
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows", "lookups"),
-    [
-        ("zipf0", 50_000, 20_000),
-        ("zipf0.6", 50_000, 20_000),
-        ("zipf1.05", 50_000, 40_000),
-        ("zipf1.3", 20_000, 40_000),
-        ("two levels", 50_000, 30_000),
-        ("log-normal", 60_000, 30_000),
-    ],
-)
+@pytest.mark.parametrize(("exponent", "rows", "lookups"), [(0.0, 50_000, 20_000), (1.05, 50_000, 40_000)])
 @pytest.mark.parametrize("load_factor", [0.02, 0.3])
-def test_cache_hits_are_those_of_a_simulated_cache(shape: str, rows: int, lookups: int, load_factor: float) -> None:
+def test_cache_hits_are_those_of_a_simulation(exponent: float, rows: int, lookups: int, load_factor: float) -> None:
     generator = torch.Generator().manual_seed(2)
-    edge_R = popularity(shape, rows).cumsum(0)
+    edge_R = popularity(exponent, rows).cumsum(0)
     batches = [drawn_rows(edge_R, lookups, generator) for _ in range(30)]
     simulated = simulated_hits(batches, rows, load_factor)
     histogram, distinct = reuse_histogram(batches[-1])
@@ -230,7 +216,7 @@ class PowerLaw:
 
     def __init__(self, rows: int = ROWS, exponent: float = 1.05, shuffled: bool = False, seed: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.edge_R = popularity(f"zipf{exponent}", rows).cumsum(0)
+        self.edge_R = popularity(exponent, rows).cumsum(0)
         self.id_R = torch.randperm(rows, generator=self.generator) if shuffled else torch.arange(rows)
 
     def draw(self, lookups: int) -> Tensor:
@@ -270,7 +256,7 @@ def test_histograms_merge_by_weight() -> None:
     assert merge([hot, hot], [1.0, 2.0], [1.0, 1.0]) == hot
 
 
-@pytest.mark.parametrize("exponent", [0.8, 1.05, 1.2])
+@pytest.mark.parametrize("exponent", [0.8, 1.2])
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("ranks", [1, RANKS])
 def test_blocks_have_what_fresh_batches_bring_them(exponent: float, shuffled: bool, ranks: int) -> None:
@@ -291,13 +277,6 @@ def test_blocks_have_what_fresh_batches_bring_them(exponent: float, shuffled: bo
         assert max(block.lookups for block in blocks) < 3 * whole.lookups / RANKS
     else:
         assert blocks[0].lookups > 4 * whole.lookups / RANKS
-    # Their histograms say what their lookups and distinct rows say, as nearly as the whole table's does.
-    (bins,) = mean_reuse(torch.tensor([whole.reuse_histogram])).tolist()
-    off = bins / (whole.lookups / whole.distinct_rows)
-    for block in blocks:
-        (bins,) = mean_reuse(torch.tensor([block.reuse_histogram])).tolist()
-        assert sum(block.reuse_histogram) == pytest.approx(1)
-        assert bins == pytest.approx(max(1, off * block.lookups / block.distinct_rows), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -381,22 +360,17 @@ def _batch(step: int, samples: int = 64) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["f"], ids, lengths=lengths)
 
 
-def test_hot_ids_are_counted_exactly() -> None:
-    statistics = TableStatistics.from_batches(_batch(step) for step in range(5))
-    hot = statistics["f"].hot
-    assert hot is not None
-    assert dict(zip(hot.ids, hot.reads, strict=True)) == HOT_READS
-    assert list(hot.ids) == sorted(hot.ids)
-
-
-def test_parts_merge_to_the_count_of_the_whole(tmp_path: Path) -> None:
+def test_hot_ids_are_counted_exactly_and_parts_merge_to_the_count_of_the_whole(tmp_path: Path) -> None:
     """Statistics of ranks or days merge, also from files."""
+    hot = TableStatistics.from_batches(map(_batch, range(5)))["f"].hot
+    assert hot is not None and list(hot.ids) == sorted(hot.ids)
+    assert dict(zip(hot.ids, hot.reads, strict=True)) == HOT_READS
     parts = [TableStatistics.from_batches(map(_batch, steps)) for steps in (range(3), range(3, 5))]
     parts[0].to_json(tmp_path / "part.json")
     read = TableStatistics.from_json(tmp_path / "part.json")
     assert dict(read) == dict(parts[0]) and read["f"].ids is not None
     merged = TableStatistics.merge([read, parts[1]])
-    assert merged["f"].hot == TableStatistics.from_batches(map(_batch, range(5)))["f"].hot
+    assert merged["f"].hot == hot
     unknown = replace(parts[1]["f"], hot=None)
     assert TableStatistics.merge([parts[0], TableStatistics({"f": unknown})])["f"].hot is None
 

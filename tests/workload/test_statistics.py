@@ -43,7 +43,7 @@ def test_statistics_from_batches_by_hand() -> None:
     assert statistics["b"] == FeatureStatistics(0.0, None, 2)
 
 
-def test_batches_with_weights_and_with_a_stride_per_key() -> None:
+def test_batches_with_weights_and_with_a_stride_per_key_also_copied_to_the_host() -> None:
     statistics = TableStatistics.from_batches([uneven([1, 1, 2, 3, 4], [2, 1, 2], [2, 1])])
     assert (statistics["a"].pooling_factor, statistics["a"].batch_size) == (1.5, 2)
     assert (statistics["b"].pooling_factor, statistics["b"].batch_size) == (2.0, 1)
@@ -51,8 +51,11 @@ def test_batches_with_weights_and_with_a_stride_per_key() -> None:
     values, lengths = torch.tensor([1, 1, 2, 3, 4]), torch.tensor([2, 3])
     weighted = KeyedJaggedTensor(["a"], values, weights=torch.rand(5), lengths=lengths)
     plain = KeyedJaggedTensor(["a"], values, lengths=lengths)
-    (with_weights,), (without,) = (TableStatistics.from_batches([one]).values() for one in (weighted, plain))
-    assert with_weights.weighted and without == replace(with_weights, weighted=False)
+    for copied in (_on_host, lambda given: given):
+        (with_weights,), (without,) = (
+            TableStatistics.from_batches([copied(one)]).values() for one in (weighted, plain)
+        )
+        assert with_weights.weighted and without == replace(with_weights, weighted=False)
 
 
 def test_batches_of_torchrec_and_a_single_one() -> None:
@@ -259,16 +262,6 @@ def test_batches_of_very_different_sizes_are_warned_of() -> None:
         TableStatistics.from_batches([*whole, *rest])
     with pytest.warns(InputWarning, match=r"sizes of the batches differ.*count batches of about one size for a, b"):
         TableStatistics.from_batches([*whole[:1], *rest])
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_a_copy_on_the_host_tells_whether_lookups_have_weights(weighted: bool) -> None:
-    (batch,) = batches(1)
-    weights = torch.ones(batch.values().numel()) if weighted else None
-    copy = _on_host(KeyedJaggedTensor(batch.keys(), batch.values(), weights, lengths=batch.lengths()))
-    found = TableStatistics.from_batches([copy])
-    assert [one.weighted for one in found.values()] == [weighted] * 2
-    assert found["a"].pooling_factor == TableStatistics.from_batches([batch])["a"].pooling_factor
 
 
 @pytest.mark.parametrize(

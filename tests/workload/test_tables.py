@@ -4,12 +4,8 @@
 Shapes: T tables, K = 17 reuse bins.
 """
 
-import json
-import math
 from dataclasses import replace
-from importlib import resources
 
-import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -17,20 +13,16 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from dreamshard_planner import FeatureStatistics, TaskError
-from dreamshard_planner.cost.dataset import WORKLOAD_FIELDS
-from dreamshard_planner.measure.kernels import draw_indices
 from dreamshard_planner.workload.features import (
     FEATURE_INDEX,
     FEATURE_NAMES,
     PAPER_FEATURES,
     columns,
     feature_matrix,
-    features_of,
     optimizer_of,
     scaling,
 )
-from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2, named_pool, split_tables
-from dreamshard_planner.workload.reuse import bin_mean_reuse, mean_reuse, reuse_histogram
+from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2, named_pool
 from dreamshard_planner.workload.tables import OPTIMIZERS, Table, costed_optimizer, workloads_of
 
 
@@ -55,15 +47,6 @@ def test_tables_refuse_what_cannot_be() -> None:
         Table("t", 1, 4, (FeatureStatistics(1.0),), optimizer="lamb")
 
 
-def test_features_of_columns_are_those_of_workloads() -> None:
-    """A dataset's columns lack what kernels are not measured with, and numbers may exceed 64 bits."""
-    workloads = workloads_of(mlperf_dlrm_dcnv2(), 512)
-    columns = {name: np.array([getattr(workload, name) for workload in workloads]) for name in WORKLOAD_FIELDS}
-    assert torch.equal(features_of(columns), feature_matrix(workloads))
-    huge = replace(workloads[0], rows=10**25)
-    assert feature_matrix([huge])[0, FEATURE_INDEX["log2_rows"]] == pytest.approx(math.log2(10**25))
-
-
 @pytest.mark.parametrize("optimizer", EmbOptimType)
 def test_optimizers_keep_the_states_that_costs_count(optimizer: EmbOptimType) -> None:
     """As FBGEMM allocates them, for every optimizer that it has GPU kernels of."""
@@ -84,9 +67,6 @@ def test_optimizers_keep_the_states_that_costs_count(optimizer: EmbOptimType) ->
     assert optimizer_of(feature_matrix([workload])).tolist() == [kind]
 
 
-DATA = resources.files("dreamshard_planner.workload") / "data"
-
-
 def test_pools_are_what_was_published() -> None:
     criteo = mlperf_dlrm_dcnv2()
     assert len(criteo) == 26 and sum(table.rows for table in criteo) == 204_184_588
@@ -104,36 +84,3 @@ def test_pools_are_what_was_published() -> None:
         assert busiest.features[0].reuse_histogram[0] < 0.9  # a power law: some rows of a batch are read often
     with pytest.raises(TaskError, match="mlperf_dlrm_dcnv2"):
         named_pool("mlperf")
-
-
-def test_split_is_disjoint_and_repeatable() -> None:
-    tables = mlperf_dlrm_dcnv2()
-    train, test = split_tables(tables, seed=3)
-    assert len(train) == len(test) == 13
-    assert {t.name for t in train} | {t.name for t in test} == {t.name for t in tables}
-    assert split_tables(tables, seed=3) == (train, test) != split_tables(tables, seed=4)
-
-
-@pytest.mark.parametrize("year, pooling, reuse", [(2021, 15.81, 6.906), (2022, 13.60, 12.744)])
-def test_meta_like_pools_match_the_published_statistics(year: int, pooling: float, reuse: float) -> None:
-    pool = named_pool(f"meta_like_{year}")
-    batch = pool[0].features[0].batch_size
-    histogram_TK = torch.tensor([table.features[0].reuse_histogram for table in pool], dtype=torch.float64)
-    lookups_T = torch.tensor([table.pooling_factor * batch for table in pool], dtype=torch.float64)
-    distinct_T = lookups_T / mean_reuse(histogram_TK)
-    published = json.loads((DATA / "meta_dlrm_reuse.json").read_text())[str(year)]
-    assert float(lookups_T.mean()) / batch == pytest.approx(pooling, rel=0.02)
-    assert float(lookups_T.sum() / distinct_T.sum()) == pytest.approx(reuse, rel=0.05)
-    unique_K = (histogram_TK * distinct_T[:, None]).sum(0) / distinct_T.sum()
-    share_K = (histogram_TK * distinct_T[:, None] * bin_mean_reuse()).sum(0) / lookups_T.sum()
-    assert (unique_K - torch.tensor(published["share_of_unique_rows"])).abs().max() < 0.03
-    assert (share_K - torch.tensor(published["share_of_lookups"])).abs().max() < 0.03
-    # Drawn for real, a table keeps its histogram.
-    for table in pool[:3]:
-        feature = table.features[0]
-        lookups = round(feature.pooling_factor * batch)
-        wanted = lookups / float(mean_reuse(torch.tensor([feature.reuse_histogram])))
-        drawn = draw_indices(feature.reuse_histogram, table.rows, lookups, torch.Generator().manual_seed(0), wanted)
-        again, distinct = reuse_histogram(drawn)
-        assert (again - torch.tensor(feature.reuse_histogram)).abs().max() < 0.03
-        assert distinct == pytest.approx(wanted, rel=0.02)
