@@ -77,8 +77,9 @@ def check(option: ShardingOption, device: int, host: int, most: float = 1.01) ->
     assert storage.hbm <= most * device + SLACK_BYTES
 
 
-@pytest.mark.parametrize("data_type", [DataType.FP32, DataType.FP16])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "data_type"), [*((name, DataType.FP32) for name in OPTIMIZERS), ("EXACT_ADAGRAD", DataType.FP16)]
+)
 @pytest.mark.parametrize("kernel", ["fused", *UVM_KERNELS])
 def test_storage_is_what_the_module_allocates(kernel: str, optimizer: str, data_type: DataType) -> None:
     given = ParameterConstraints(compute_kernels=[kernel], min_partition=16)

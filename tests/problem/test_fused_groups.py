@@ -150,15 +150,6 @@ def test_what_passes_between_hosts_is_what_takes_long() -> None:
     assert ms(links.all_reduce) == pytest.approx(16e6 / rings + NCCL.between_ms)
 
 
-def test_a_host_may_have_fewer_ranks() -> None:
-    """Two ranks have eight peers on the other host, and those eight have seven on their own."""
-    made = Topology(10, "cuda", local_world_size=8, intra_host_bw=400e6, inter_host_bw=10e6)
-    for link in (links := links_of(made, resolve("auto", "cuda"))).all_to_all, links.reduce_scatter, links.all_reduce:
-        assert link.world_size == 10
-    ms = float(links.all_to_all.all_to_all_ms(torch.full((10,), 1e6)))
-    assert ms == pytest.approx(8e6 / (10e6 * NCCL.all_to_all) + NCCL.between_ms)
-
-
 def test_the_processor_limits_what_cpu_ranks_exchange() -> None:
     """A host's ranks share what it copies in an all-to-all; in rings each has a rate of its own."""
     sent = torch.tensor([[1e6, 1e6, 1e6, 1e6], [4e6, 0, 0, 0]])

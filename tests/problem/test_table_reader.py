@@ -5,12 +5,10 @@ import pytest
 import torch
 from small_models import (
     SHARDERS,
-    TABLE_WISE,
     collection,
     output_bytes_P,
     planned,
     planner,
-    rater,
     sequences,
     table,
     topology,
@@ -146,43 +144,3 @@ def test_bytes_on_the_wire_are_what_is_sent() -> None:
     assert output_bytes([quantized]) == 64 * 16 * 2
     for half in (SparseType.FP16, DataType.FP16):
         assert output_bytes([EmbeddingBagCollectionSharder(fused_params={"output_dtype": half})]) == 64 * 16 * 2
-
-
-def test_optimizer_is_read_from_parameters_and_sharders() -> None:
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-
-    def optimizer(model: nn.Module, sharders) -> str:
-        options = EmbeddingEnumerator(topology(), 64, {"t0": ParameterConstraints(**TABLE_WISE)}).enumerate(
-            model, sharders
-        )
-        return OptionReader(None, None, sharders).workloads(options, topology())[0].optimizer
-
-    plain = nn.ModuleDict({"sparse": collection(table("t0"))})
-    assert optimizer(plain, SHARDERS) == "sgd"
-    fused = [EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})]
-    assert optimizer(plain, fused) == "rowwise_adagrad"
-    trained = nn.ModuleDict({"sparse": collection(table("t0"), optimizer=RowWiseAdagrad)})
-    assert optimizer(trained, SHARDERS) == "rowwise_adagrad"
-
-
-def test_tables_that_torchrec_does_not_fuse_are_apart() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    model = nn.ModuleDict({"sparse": collection(table("t0"), table("t1"), table("t2", data_type=DataType.FP32))})
-    assert workloads_and_problem(model, SHARDERS)[1].num_groups == 1
-    rounded = {"t0": ParameterConstraints(stochastic_rounding=False)}
-    assert workloads_and_problem(model, SHARDERS, rounded)[1].num_groups == 2
-    alone = [EmbeddingBagCollectionSharder(fused_params={"use_one_tbe_per_table": True})]
-    assert workloads_and_problem(model, alone)[1].num_groups == 3
-    for name, parameter in model.named_parameters():
-        _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1 if "t0" in name else 0.2})
-    assert workloads_and_problem(model, SHARDERS)[1].num_groups == 2
-
-
-def test_kernels_of_several_memories_are_fused_together() -> None:
-    constraints = {"t1": ParameterConstraints(compute_kernels=["fused_uvm"])}
-    gpus = topology(device="cuda")
-    options = planned(collection(table("t0"), table("t1")), topology=gpus, constraints=constraints).options
-    assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
-    assert rater(gpus, constraints).read(options).problem.num_groups == 1

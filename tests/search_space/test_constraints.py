@@ -4,7 +4,7 @@
 from typing import Any
 
 import pytest
-from small_models import collection, planner, rater, sequences, table, topology
+from small_models import collection, planner, sequences, table, topology
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
@@ -269,17 +269,6 @@ def test_slices_of_an_embedding_collection_keep_the_width_that_was_asked_for() -
     made.plan(sequences(*(table(name, rows, 128) for name, rows in sizes.items())), SHARDERS)
     kinds = {option.name: (option.sharding_type, option.num_shards) for option in made.options}
     assert kinds == {"hot": (CW, 4), "cold": (TW, 1), "small": (TW, 1)}
-
-
-@pytest.mark.parametrize(("cost_source", "are_guesses"), [("auto", True), ("torchrec", False)])
-def test_only_costs_of_ours_rest_on_a_popularity_of_rows(cost_source: str, are_guesses: bool) -> None:
-    options = enumerated(collection(table("t", 10**6, 64)), device="cuda")
-    context = rater(topology(device="cuda"), cost_source=cost_source)
-    kernels = {option.compute_kernel for option in context.certain_options(options)}
-    assert ("fused_uvm_caching" not in kernels) is are_guesses and "fused" in kernels
-    # A table that has nothing else keeps what it has.
-    cached = [option for option in options if option.compute_kernel == "fused_uvm_caching"]
-    assert context.certain_options(cached) == cached
 
 
 def test_slices_are_merged_by_powers_of_two() -> None:

@@ -29,10 +29,10 @@ from tests.counted import counted
 def test_a_copy_without_weights_counts_as_the_model_does() -> None:
     """Parameters that layers share count once; modules that are sharded keep their types."""
     model = nn.Sequential(collection(table("t")), nn.Linear(16, 16), nn.BatchNorm1d(16))
-    model.append(model[1])
+    model.extend([model[1], model[0]])
     bare = without_weights(model, SHARDERS)
-    sparse, linear, _, again = map(bare.get_submodule, "0123")
-    assert type(sparse) is type(model[0]) and linear is again is not model[1]
+    sparse, linear, _, again, shared = map(bare.get_submodule, "01234")
+    assert type(sparse) is type(model[0]) and linear is again is not model[1] and sparse is shared is not model[0]
     for what in ("named_parameters", "named_buffers"):
         sizes = [{name: one.shape for name, one in getattr(of, what)()} for of in (model, bare)]
         assert sizes[0] == sizes[1]
