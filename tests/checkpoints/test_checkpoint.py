@@ -15,7 +15,7 @@ from small_models import planned
 
 from dreamshard_planner import Checkpoint, CheckpointError, FileError, driver
 from dreamshard_planner.checkpoints import choice
-from dreamshard_planner.checkpoints.choice import SHIPPED, resolve
+from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.devices import UNKNOWN_CARD
 from dreamshard_planner.measure.hardware import describe_hardware
@@ -188,9 +188,14 @@ def test_of_several_the_newest_counts(folder: Path) -> None:
     assert resolve("auto", "cpu").digest() != before  # a file that was replaced meanwhile
 
 
-def test_a_plan_tells_of_it_and_its_context_covers_it(folder: Path) -> None:
+def test_plans_doctor_and_info_tell_of_it_and_the_context_of_a_plan_covers_it(folder: Path) -> None:
     shipped = planned(model())
     path = keep(folder / "mine.safetensors")
+    found = {finding["subject"]: finding for finding in run_json("doctor")}
+    assert found["your checkpoints"]["found"] == f"mine.safetensors, in {folder}"
+    assert "mine.safetensors" in found["costs on cpu"]["found"] and "your own" in found["costs on cpu"]["advice"]
+    told = run_json("info", "auto")
+    assert told["file"] == "mine.safetensors" and str(folder) in told["why"]
     one = planned(model())
     keep(path, seed=1)
     other = planned(model())
@@ -200,15 +205,6 @@ def test_a_plan_tells_of_it_and_its_context_covers_it(folder: Path) -> None:
     assert not [note for note in shipped.report().notes if "your own" in note.text]
     assert "mine.safetensors" in one.report().cost_source
     assert any(note.text.startswith("mine.safetensors is one of your own") for note in one.report().notes)
-
-
-def test_doctor_and_info_say_which_is_taken_and_why(folder: Path) -> None:
-    keep(folder / "mine.safetensors")
-    found = {finding["subject"]: finding for finding in run_json("doctor")}
-    assert found["your checkpoints"]["found"] == f"mine.safetensors, in {folder}"
-    assert "mine.safetensors" in found["costs on cpu"]["found"] and "your own" in found["costs on cpu"]["advice"]
-    told = run_json("info", "auto")
-    assert told["file"] == "mine.safetensors" and str(folder) in told["why"]
 
 
 def test_a_damaged_one_is_an_error_that_names_it(folder: Path) -> None:
@@ -252,11 +248,3 @@ def test_without_the_variable_it_is_in_the_users_data_folder(tmp_path: Path, mon
     monkeypatch.delenv("DREAMSHARD_HOME")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert choice.folder() == tmp_path / "dreamshard_planner" / "checkpoints" and choice.files() == []
-
-
-def test_what_ships() -> None:
-    measured, roofline = resolve("auto", "cpu"), resolve("auto", "cuda")
-    assert measured.cost is not None and measured.metadata["hardware"]["device"] == "cpu"
-    assert roofline.cost is None and "roofline" in roofline.name
-    for checkpoint in (measured, roofline):
-        assert (SHIPPED / checkpoint.name).stat().st_size < 2**20

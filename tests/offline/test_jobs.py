@@ -83,7 +83,8 @@ def test_statistics_of_data_stand_above_the_list() -> None:
 def test_lookups_that_a_list_does_not_tell_are_an_assumption(tmp_path: Path) -> None:
     told = {**GOOD, "name": "b", "pooling_factor": 1}
     model = OfflineModel.of_specs(read_table_list(table_list(tmp_path, GOOD, told)))
-    report = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=64).plan().report()
+    machine = Machine(ranks_per_host=2, gpu="h100")
+    report = Job(model=model, machine=machine, batch_size=64, settings=QUICK).plan().report()
     assert report.notes[0].code == "assumption" and "for 1 of 2 features (a)" in report.notes[0].text
 
 
@@ -267,22 +268,33 @@ def test_no_argument_of_a_topology_is_forgotten() -> None:
     assert arguments - OTHER.keys() - {"created_by_factory"} == {"self", "world_size", "compute_device"}
 
 
+GIVEN: dict[str, Any] = {**QUICK, "batch_size": 64, "cost_source": "torchrec"}
+
+
+def reader_on(topology: Topology) -> DreamShardPlanner:
+    """Return a planner that has read the model."""
+    planner = DreamShardPlanner(topology=topology, **GIVEN)
+    planner.read(model(), get_default_sharders())
+    return planner
+
+
+@pytest.fixture(scope="module")
+def base() -> SavedPlan:
+    planner = DreamShardPlanner(topology=Topology(**BASE), **GIVEN)
+    planner.plan(model(), get_default_sharders())
+    return planner.saved_plan()
+
+
 @pytest.mark.parametrize("argument", OTHER)
-def test_each_argument_of_a_topology_comes_back_from_a_plan(argument: str) -> None:
-    topology = Topology(**(BASE | {argument: OTHER[argument]}))
-    given: dict[str, Any] = {"batch_size": 64, "cost_source": "torchrec", "sharding_types": ["table_wise"]}
-    base, made = (DreamShardPlanner(topology=each, effort="quick", **given) for each in (Topology(**BASE), topology))
-    base.read(model(), get_default_sharders())
-    made.plan(model(), get_default_sharders())
-    saved = made.saved_plan()
-    assert machine_differences(base.saved_plan(saved).inputs.topology, saved.inputs.topology)
+def test_each_argument_of_a_topology_comes_back_from_a_plan(argument: str, base: SavedPlan) -> None:
+    made = reader_on(Topology(**(BASE | {argument: OTHER[argument]})))
+    saved = made.saved_plan(base)
+    assert machine_differences(base.inputs.topology, saved.inputs.topology)
     again = job_of(saved).machine.topology()
     assert topology_inputs(again) == saved.inputs.topology
     read = job_of(saved).read()
     assert read.predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
-    other = DreamShardPlanner(topology=again, effort="quick", **given)
-    other.plan(model(), get_default_sharders())
-    assert other.hash_planner_context_inputs_str() == made.hash_planner_context_inputs_str()
+    assert reader_on(again).hash_planner_context_inputs_str() == made.hash_planner_context_inputs_str()
 
 
 def test_collectives_of_other_ranks_than_the_file_tells_are_refused() -> None:
@@ -308,11 +320,7 @@ def test_pods_count_in_what_a_plan_costs_and_in_what_it_fits() -> None:
     assert read.predict(in_groups).total_ms == pytest.approx(in_groups.predicted.chosen.total_ms, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "topology",
-    [CUDA, Topology(2, "cpu")],
-    ids=["named", "cpu"],
-)
+@pytest.mark.parametrize("topology", [CUDA, Topology(2, "cpu")], ids=["named", "cpu"])
 def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     constraints = {
         "a": ParameterConstraints(
@@ -335,9 +343,6 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     assert again.inputs.placement_rules == saved.inputs.placement_rules
     cost = planned.predict(saved)
     assert cost.total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
-    for kept, left in zip(again.predicted.memory, saved.predicted.memory, strict=True):
-        if topology.compute_device == "cuda":
-            assert kept.limit_bytes == pytest.approx(left.limit_bytes, rel=1e-6)
 
 
 def test_a_plan_file_holds_its_statistics(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader, PlannerError, ShardingOption
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.support.fingerprint import canonical
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 
@@ -36,15 +35,6 @@ def made(**changes) -> tuple[DreamShardPlanner, object]:
     return planner, planner.plan(given, SHARDERS)
 
 
-def other_weights():
-    ours = resolve("auto", "cpu")
-    cost = type(ours.cost)(ours.cost.config)
-    cost.load_state_dict({name: tensor.clone() for name, tensor in ours.cost.state_dict().items()})
-    with torch.no_grad():
-        cost.log_floor_E2.flatten()[0] += 1e-3
-    return replace(ours, cost=cost)
-
-
 CHANGES: dict[str, Callable[[], dict]] = {
     "rows": lambda: {"model": model(rows=1001)},
     "weighted": lambda: {"model": collection(*(table(f"t{i}", 1000 * (i + 1)) for i in range(4)), weighted=True)},
@@ -53,7 +43,6 @@ CHANGES: dict[str, Callable[[], dict]] = {
     "reservation": lambda: {"storage_reservation": FixedPercentageStorageReservation(0.2)},
     "pooling factors": lambda: {"statistics": statistics(factor=3.5)},
     "constraints": lambda: {"constraints": {"t1": ParameterConstraints(num_poolings=[2.0])}},
-    "checkpoint's weights": lambda: {"checkpoint": other_weights()},
     "cost source": lambda: {"cost_source": "torchrec"},
     "effort": lambda: {"effort": "default"},
     "partitioner": lambda: {"partitioner": GreedyPerfPartitioner()},

@@ -80,7 +80,7 @@ def test_cpu_ranks_share_cores(tmp_path) -> None:
     topology = read_topology("cpu", ranks, on_host=4)
     assert told(topology, ranks).endswith("; the ranks of a host share cores for 2 of them")
     many = {f"t{index}": ParameterConstraints(pooling_factors=[200.0]) for index in range(8)}
-    planner = DreamShardPlanner(topology=topology, stats=[], cost_source="roofline", constraints=many)
+    planner = DreamShardPlanner(topology=topology, stats=[], effort="quick", cost_source="roofline", constraints=many)
     planner.plan(collection(*[table(name, 400_000, 256) for name in many]), list(SHARDERS))
     report = planner.report()
     assert report.verdict.startswith("Bottleneck: cores that ranks share")
@@ -106,7 +106,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(driver, "read_card", lambda: A100)
     monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
-    planner = DreamShardPlanner(stats=[])
+    planner = DreamShardPlanner(stats=[], effort="quick")
     planner.plan(TABLES, list(SHARDERS))
     described = f"Planned for 1 x {A100.name}, read from the driver of this rank: 42.4 GB each at 1,555 GB/s"
     assert str(planner.report()).splitlines()[2].startswith(described)
@@ -127,7 +127,7 @@ def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, t
 def test_a_given_topology_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "read_card", lambda: A100)
     monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
-    planner = DreamShardPlanner(topology=Topology(world_size=1, compute_device="cuda"), stats=[])
+    planner = DreamShardPlanner(topology=Topology(world_size=1, compute_device="cuda"), stats=[], effort="quick")
     planner.collective_plan(TABLES)
     assert planner._ranks.topology.devices[0].storage.hbm == 32 * 1024**3
     text = str(planner.report())

@@ -215,13 +215,10 @@ def estimated_by(*estimators: ShardEstimator, cost_source: str = "torchrec") -> 
     return planned(model(1), topology=GPUS, enumerator=enumerator, constraints=sliced, cost_source=cost_source)
 
 
-def test_shards_of_one_size_may_have_estimates_of_their_own() -> None:
+@pytest.mark.parametrize("last_ms", [float("nan"), -1.5])
+def test_shards_of_one_size_may_have_own_estimates_which_must_be_times(last_ms: float) -> None:
     made = estimated_by(SlowLast(3.0), EmbeddingStorageEstimator(GPUS))
     assert sorted(made.report().chosen.rank_ms) == [1.0, 3.0]
-
-
-@pytest.mark.parametrize("last_ms", [float("nan"), float("inf"), -1.5])
-def test_estimates_that_are_no_time_are_refused(last_ms: float) -> None:
     with pytest.raises(PlannerError, match=rf"'sparse.t0': its enumerator estimates {last_ms} ms"):
         estimated_by(SlowLast(last_ms), EmbeddingStorageEstimator(GPUS))
 

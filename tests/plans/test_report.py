@@ -39,6 +39,8 @@ def test_report_says_what_and_why(report: Report) -> None:
     text = str(report)
     assert "dreamshard" in text and report.cost_source in text
     assert report.to_dict()["chosen"]["total_ms"] == report.chosen.total_ms
+    (line,) = [line for line in text.splitlines() if "the fullest" in line]
+    assert re.fullmatch(r"DDR: .* with [\d.]+ KiB of the [\d.]+ GiB that the storage reservation leaves\.", line), line
     with pytest.raises(KeyError, match="size_greedy"):
         report.rival("nobody")
 
@@ -60,15 +62,20 @@ def test_report_is_of_the_plan_that_callbacks_made() -> None:
     assert any("callbacks moved tables" in note.text for note in report.notes)
 
 
+def two_tables(optimizer: type[torch.optim.Optimizer] | None = None) -> nn.Module:
+    return nn.ModuleDict({"sparse": collection(table("t0"), table("t1", 5000), optimizer=optimizer)})
+
+
 def test_report_after_callbacks_changed_kernels() -> None:
     def to_host(plan: list) -> list:
         for option in plan:
             option.compute_kernel = "fused_uvm"
         return plan
 
-    kept, changed = (planner(topology=topology(device="cuda"), callbacks=given) for given in (None, [to_host]))
+    whole = {"topology": topology(device="cuda"), "sharding_types": ["table_wise"]}
+    kept, changed = (planner(callbacks=given, **whole) for given in (None, [to_host]))
     for made in (kept, changed):
-        made.plan(small_model(), SHARDERS)
+        made.plan(two_tables(), SHARDERS)
     report = changed.report()
     assert report.chosen.total_ms > kept.report().chosen.total_ms and report.rivals == kept.report().rivals
     assert set(report.sharding_types) == {"table_wise fused_uvm"} and "DDR" in {memory.kind for memory in report.memory}
@@ -79,7 +86,7 @@ def test_report_after_callbacks_changed_kernels() -> None:
         return plan
 
     made = planner(callbacks=[split])
-    assert made.plan(small_model(), SHARDERS).plan["sparse"]["t0"].sharding_type == "row_wise"
+    assert made.plan(two_tables(), SHARDERS).plan["sparse"]["t0"].sharding_type == "row_wise"
     with pytest.raises(DreamShardError, match="(?s)callbacks changed .* cost is not known: table 'sparse.t0'"):
         made.report()
 
@@ -112,7 +119,7 @@ def test_a_search_that_is_cut_short_and_batches_larger_than_measured_are_noted(r
 def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
     adam, adagrad, sgd = torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD
     for optimizer, device, said in ((adam, "cpu", 1), (adagrad, "cpu", 0), (sgd, "cpu", 0), (adam, "cuda", 0)):
-        model = small_model(optimizer)
+        model = two_tables(optimizer)
         made = planned(model, topology=topology(device=device))
         made.save_plan(tmp_path / "plan.json")
         again = planned(model, topology=topology(device=device), plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
@@ -123,8 +130,8 @@ def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
 
 def test_a_model_without_optimizers_is_planned_as_sgd_with_a_warning(tmp_path: Path) -> None:
     """Its plan's file is of no use to the model that has another optimizer."""
-    text = "no optimizer was found in the backward of 6 table.s. .sparse.t0, sparse.t1, .*SGD is assumed"
-    bare, trained = small_model(), small_model(torch.optim.Adagrad)
+    text = "no optimizer was found in the backward of 2 table.s. .sparse.t0, sparse.t1.*SGD is assumed"
+    bare, trained = two_tables(), two_tables(torch.optim.Adagrad)
     made = planner()
     with pytest.warns(InputWarning, match=text):
         made.plan(bare, SHARDERS)
@@ -229,13 +236,10 @@ def test_only_what_nobody_said_is_assumed() -> None:
     assert "6 of 9 features (t2_f0," in note.text
 
 
-def test_features_of_several_tables_are_assumed_once() -> None:
-    shared = nn.ModuleDict({"one": collection(table("t")), "two": collection(table("t"))})
-    (note,) = [note for note in planned(shared).report().notes if note.code == "assumption"]
-    assert "1 of 1 features (t_f0)" in note.text
+def test_ten_lookups_of_few_rows_cost_no_more_than_one() -> None:
     few = planned(collection(table("t")), cost_source="roofline", batch_size=8).report()
     (note,) = [note for note in few.notes if "1 of 1 features" in note.text]
-    assert note.text.endswith("tell")  # ten lookups cost no more
+    assert note.text.endswith("tell")
 
 
 def test_a_policy_that_can_play_no_plan_has_no_row() -> None:
@@ -243,11 +247,6 @@ def test_a_policy_that_can_play_no_plan_has_no_row() -> None:
     slices = ParameterConstraints(sharding_types=["column_wise"], min_partition=4)
     report = planned(collection(table("t", dim=20)), constraints={"t": slices}).report()
     assert len(report.tables[0].ranks) == 5 and "policy" not in {rival.name for rival in report.rivals}
-
-
-def test_memory_is_told_in_a_unit_of_its_size(report: Report) -> None:
-    (line,) = [line for line in str(report).splitlines() if "the fullest" in line]
-    assert re.fullmatch(r"DDR: .* with [\d.]+ KiB of the [\d.]+ GiB that the storage reservation leaves\.", line), line
 
 
 def test_host_memory_of_gpus_is_an_assumption_where_tables_lie_there() -> None:
