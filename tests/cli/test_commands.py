@@ -467,7 +467,7 @@ def test_what_is_stopped_or_finds_the_disk_full_loses_nothing(stop: int | None, 
     folder, said = tmp_path / "out", tmp_path / "stderr"
     folder.mkdir()
     blocks = folder / "x.blocks"
-    command = ["collect", "--out", str(folder / "x.npz"), "--pools", "merlin_tiny", "--sets", "5000"]
+    command = ["collect", "--out", str(folder / "x.npz"), "--pools", "merlin_tiny", "--sets", "400"]
     process, held = start(dreamshard, command, said, None if stop else 1_500), 0
 
     def sets() -> int:

@@ -13,7 +13,6 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import SGD, RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.planning import plan_notes
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.search.effort import EFFORTS
 
@@ -140,13 +139,8 @@ def test_torchrecs_plan_over_all_options_is_predicted(monkeypatch: pytest.Monkey
     assert f"predicted at {note.figures['torchrec_ms']:.3f} ms" in str(made.report())
 
 
-@pytest.mark.parametrize(("effort", "most"), [("default", 1), ("quick", 4_000)])
-def test_large_models_and_quick_plans_have_no_prediction_of_torchrecs(
-    effort: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan_notes, "MAX_SHARDS", most)
-    monkeypatch.setitem(EFFORTS, "default", EFFORTS["quick"])
+def test_quick_plans_have_no_prediction_of_torchrecs() -> None:
     model, gpus = collection(table("a", 200, 64), table("b", 300, 64), optimizer=RowWiseAdagrad), Topology(2, "cuda")
-    made = small_models.planned(model, topology=gpus, effort=effort)
+    made = small_models.planned(model, topology=gpus)
     (note,) = [note for note in made.report().notes if note.code == "beyond_exact_training"]
     assert "exact training leaves out" in note.text and "TorchRec's plan" not in note.text and not note.figures

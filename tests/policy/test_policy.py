@@ -130,22 +130,6 @@ def test_starts_come_cheapest_first_and_are_given_up_when_late() -> None:
     assert costs == sorted(costs)
 
 
-def test_large_problems_get_fewer_roll_outs(monkeypatch: pytest.MonkeyPatch) -> None:
-    cost = sharding_cost(8, 3)
-    monkeypatch.setattr("dreamshard_planner.policy.network.BREADTH", 1)
-    monkeypatch.setattr("dreamshard_planner.policy.network.FEWEST", 1)
-    (alone,) = roll_out(prior_policy(), task_of(cost), 1).shardings()
-    assert starts_of(cost, prior_policy()) == [alone]
-    monkeypatch.setattr("dreamshard_planner.policy.network.LENGTH", 1)
-    (first,) = roll_out(prior_policy(), task_of(cost), 1, sweeps=SWEEPS[:1]).shardings()
-    assert starts_of(cost, prior_policy()) == [first] != [alone]
-    monkeypatch.setattr("dreamshard_planner.policy.network.FEWEST", 2)
-    two = roll_out(
-        prior_policy(), task_of(cost), 2, types_ETN=opening_types(8, OPENINGS[:2]), sweeps=SWEEPS[:1]
-    ).shardings()
-    assert {*starts_of(cost, prior_policy())} == {*two} > {first}
-
-
 TRAINING = ReinforceConfig(updates=4, tasks_per_update=2, episodes_per_task=6, looks=2, learning_rate=6e-3)
 
 

@@ -16,7 +16,6 @@ from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
     PlannerErrorType,
-    ShardingOption,
     Topology,
 )
 from torchrec.distributed.types import KeyValueParams, ShardingType
@@ -29,7 +28,7 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import FastEnumerator
 from dreamshard_planner.search_space.options import is_torchrecs
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW, TWRW
-from dreamshard_planner.search_space.usable_options import own_slices, usable_options
+from dreamshard_planner.search_space.usable_options import own_slices
 
 SHARDERS = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 GIB = 2**30
@@ -242,21 +241,6 @@ def test_tables_of_one_name_cannot_differ_in_their_constraints() -> None:
 def test_a_qualified_name_that_the_model_lacks_is_told() -> None:
     with pytest.warns(InputWarning, match="'sparse.zzz' .*; a key is the table's own name, its fully"):
         planned(bags((1000, 16)), {"sparse.zzz": ParameterConstraints()})
-
-
-def enumerated(*modules: nn.Module, device: str = "cpu") -> list[ShardingOption]:
-    return EmbeddingEnumerator(topology(device=device), batch_size=64).enumerate(nn.ModuleList(modules), SHARDERS)
-
-
-def test_whole_tables_may_join_others_of_their_module_in_slices() -> None:
-    """One slice is the whole table; beside slices it shares their kernel and their exchange."""
-    alone = collection(table("narrow", dim=64), table("also_narrow", dim=128))
-    beside = collection(table("narrow", dim=64), table("wide", dim=512))
-    slices: dict[str, list[int]] = {}
-    for option in usable_options(enumerated(alone, beside), "cpu"):
-        if option.sharding_type == CW:
-            slices.setdefault(f"{option.path}.{option.name}", []).append(option.num_shards)
-    assert slices == {"1.narrow": [1], "1.wide": [4]}
 
 
 def test_slices_of_an_embedding_collection_keep_the_width_that_was_asked_for() -> None:

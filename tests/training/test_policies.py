@@ -52,7 +52,7 @@ def test_shipped_policy_alone_beats_every_rule_on_unseen_tasks(device: str) -> N
 def test_reinforce_improves_on_unseen_tasks() -> None:
     """Trained here from a policy that ignores cost, judged on tables that it did not train on."""
     train_tables, test_tables = pool_tables(CONFIG.pools)
-    reinforce = ReinforceConfig(updates=25, episodes_per_task=8, learning_rate=2e-2, look_tasks=4)
+    reinforce = ReinforceConfig(updates=12, episodes_per_task=8, learning_rate=2e-2, look_tasks=4)
     config = replace(QUICK, device="cuda", num_tasks=10, reinforce=reinforce)
     ignorant = Checkpoint(Policy(PolicyConfig()), None, {"hardware": {}})
     torch.nn.init.constant_(ignorant.policy.log_greediness, -20.0)

@@ -131,17 +131,6 @@ def test_rescaling_keeps_to_what_is_possible() -> None:
     assert torch.equal(bins, again)
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
-@pytest.mark.parametrize("rows", [5000, 50_000, 10**6])
-def test_a_larger_batch_reads_no_fewer_rows_where_all_are_read_as_often(times: int, rows: int) -> None:
-    """As where an epoch's users come in random order, each once: no mixture of Poisson rates has such counts."""
-    histogram, distinct = reuse_histogram(torch.arange(2000).repeat(times))
-    lookups = 2000.0 * times
-    _, rescaled = rescale_reuse([histogram.tolist()] * 2, [rows] * 2, [lookups] * 2, [2.0, 8.0], [distinct] * 2)
-    least, twice, most = 2000, *rescaled.tolist()
-    assert least <= twice <= most <= min(rows, 8 * lookups)
-
-
 def test_drawing_nothing_and_everything() -> None:
     generator = torch.Generator().manual_seed(0)
     assert draw_indices(ONE_READ, 10, 0, generator, 0).shape == (0,)

@@ -14,28 +14,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
 from dreamshard_planner import FeatureStatistics, TaskError
 from dreamshard_planner.workload.features import (
-    FEATURE_INDEX,
-    FEATURE_NAMES,
-    PAPER_FEATURES,
     columns,
     feature_matrix,
     optimizer_of,
-    scaling,
 )
 from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2, named_pool
 from dreamshard_planner.workload.tables import OPTIMIZERS, Table, costed_optimizer, workloads_of
-
-
-def test_features_have_one_order_and_no_nan() -> None:
-    tables = [Table("one row", 1, 4, (FeatureStatistics(0.0),)), *mlperf_dlrm_dcnv2()]
-    features_SF = feature_matrix(workloads_of(tables, 512))
-    assert features_SF.shape == (27, len(FEATURE_NAMES)) and features_SF.isfinite().all()
-    assert len(set(FEATURE_NAMES)) == len(FEATURE_NAMES) and len(PAPER_FEATURES) == 21
-    assert features_SF[1, FEATURE_INDEX["lookups"]] == 3 * 512
-    mean_F, scale_F = scaling(features_SF)
-    scaled_SF = (features_SF - mean_F) / scale_F
-    assert scaled_SF.isfinite().all()  # constant columns are centred, not divided by zero
-    assert scaled_SF[:, FEATURE_INDEX["weight_bytes"]].abs().max() == 0
 
 
 def test_tables_refuse_what_cannot_be() -> None:
@@ -75,7 +59,7 @@ def test_pools_are_what_was_published() -> None:
     for model, count in counts.items():
         tables = named_pool(f"merlin_{model}")
         assert len(tables) == count == len({table.name for table in tables})
-    assert len(named_pool("merlin_tiny")[0].features) == 2
+    assert len(named_pool("merlin_tiny")[0].features) == 2 and len(named_pool("meta_like_2022")) == 788
     for model, count, weights in (("t180", 177, 66e9), ("t200", 200, 104e9), ("t510", 510, 115e9), ("t7", 7, 446e9)):
         pool = named_pool(f"embark_{model}")
         assert len(pool) == count == len({table.name for table in pool})
