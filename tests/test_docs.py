@@ -153,16 +153,10 @@ def _has_option(source: str, option: str) -> bool:
     return f'"{option}"' in source or re.search(rf"^    {parameter}: ", source, re.MULTILINE) is not None
 
 
-def test_the_reference_of_the_command_line_is_up_to_date() -> None:
+def test_the_reference_and_what_is_never_proposed_and_carried_are_up_to_date() -> None:
     assert PAGES["cli.md"] == GENERATE["command_line"](), "run: python docs/generate.py"
-
-
-def test_what_is_never_proposed_is_what_the_planner_leaves_out() -> None:
-    assert GENERATE["block"]("never proposed") == GENERATE["never_proposed"](), "run: python docs/generate.py"
-
-
-def test_how_states_are_carried_is_what_the_code_does() -> None:
-    assert GENERATE["block"]("states") == GENERATE["states"](), "run: python docs/generate.py"
+    for part in ("never proposed", "states"):
+        assert GENERATE["block"](part) == GENERATE[part.replace(" ", "_")](), "run: python docs/generate.py"
 
 
 def test_the_report_on_the_page_is_what_its_command_prints() -> None:
