@@ -136,7 +136,8 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     made = Checkpoint.load(out).metadata
     assert "calibrated on" in made["hardware_name"] and made["collectives"]["world_size"] == 2
     assert set(made["corrections"]) <= set(OPTIMIZERS)
-    report = run_json("plan", "--tables", "merlin_tiny", *SMALL_JOB, "--sharding-types", "table_wise")["report"]
+    tables = table_list(tmp_path, {"name": "t", "num_embeddings": 1000, "embedding_dim": 16})
+    report = run_json("plan", "--tables", tables, *SMALL_JOB)["report"]
     said = " ".join(note["text"] for note in report["notes"])
     assert out.name in report["cost_source"]
     assert f"{out.name} is one of your own" in said and made["calibration"]["checked"] in said

@@ -60,7 +60,7 @@ def split() -> tuple[LabelledSets, LabelledSets]:
 
 @pytest.fixture(scope="module")
 def network(split) -> CostNetwork:
-    return fit_cost_network(split[0], CostNetworkConfig(members=2), FitConfig(epochs=60, batch_sets=64))
+    return fit_cost_network(split[0], CostNetworkConfig(members=2), FitConfig(epochs=30, batch_sets=64))
 
 
 def test_network_beats_the_additive_baseline_on_unseen_tables(split, network: CostNetwork) -> None:

@@ -268,21 +268,19 @@ def test_no_argument_of_a_topology_is_forgotten() -> None:
     assert arguments - OTHER.keys() - {"created_by_factory"} == {"self", "world_size", "compute_device"}
 
 
-GIVEN: dict[str, Any] = {**QUICK, "batch_size": 64, "cost_source": "torchrec"}
+WHOLE: dict[str, Any] = {"cost_source": "torchrec", "sharding_types": ["table_wise"]}
 
 
 def reader_on(topology: Topology) -> DreamShardPlanner:
     """Return a planner that has read the model."""
-    planner = DreamShardPlanner(topology=topology, **GIVEN)
+    planner = DreamShardPlanner(topology=topology, batch_size=64, effort="quick", **WHOLE)
     planner.read(model(), get_default_sharders())
     return planner
 
 
 @pytest.fixture(scope="module")
 def base() -> SavedPlan:
-    planner = DreamShardPlanner(topology=Topology(**BASE), **GIVEN)
-    planner.plan(model(), get_default_sharders())
-    return planner.saved_plan()
+    return saved_of(model(), None, Topology(**BASE), **WHOLE)
 
 
 @pytest.mark.parametrize("argument", OTHER)

@@ -43,7 +43,7 @@ def test_shipped_network_beats_the_additive_baseline(measured) -> None:
 def test_shipped_policy_alone_beats_every_rule_on_unseen_tasks(device: str) -> None:
     """One greedy roll-out, no search; geometric mean of predicted costs over tasks of held-out tables."""
     _, test_tables = pool_tables(CONFIG.pools)
-    config = replace(CONFIG, device=device, validation_tasks=8, task_tables=(8, 40), task_ranks=(2, 4, 8), seed=1000)
+    config = replace(CONFIG, device=device, validation_tasks=5, task_tables=(8, 40), task_ranks=(2, 4, 8), seed=1000)
     judged = validate_policy(resolve("auto", device), test_tables, config)
     assert all(ratio < 1 for ratio in judged["policy_over_rule"].values()), judged
     assert judged["infeasible"]["policy"] <= 3  # tasks that are short of memory
@@ -52,11 +52,11 @@ def test_shipped_policy_alone_beats_every_rule_on_unseen_tasks(device: str) -> N
 def test_reinforce_improves_on_unseen_tasks() -> None:
     """Trained here from a policy that ignores cost, judged on tables that it did not train on."""
     train_tables, test_tables = pool_tables(CONFIG.pools)
-    reinforce = ReinforceConfig(updates=12, episodes_per_task=8, learning_rate=2e-2, look_tasks=4)
+    reinforce = ReinforceConfig(updates=8, episodes_per_task=8, learning_rate=2e-2, looks=2, look_tasks=4)
     config = replace(QUICK, device="cuda", num_tasks=10, reinforce=reinforce)
     ignorant = Checkpoint(Policy(PolicyConfig()), None, {"hardware": {}})
     torch.nn.init.constant_(ignorant.policy.log_greediness, -20.0)
-    unseen = [drawn.task for drawn in drawn_tasks(ignorant, test_tables, 8, config, seed=7)]
+    unseen = [drawn.task for drawn in drawn_tasks(ignorant, test_tables, 6, config, seed=7)]
     before = standing(ignorant.policy, unseen)
     _, trained = improve(config, ignorant, train_tables, False)
     assert standing(trained.policy, unseen) < before - 0.05

@@ -51,10 +51,8 @@ def test_batches_with_weights_and_with_a_stride_per_key_also_copied_to_the_host(
     values, lengths = torch.tensor([1, 1, 2, 3, 4]), torch.tensor([2, 3])
     weighted = KeyedJaggedTensor(["a"], values, weights=torch.rand(5), lengths=lengths)
     plain = KeyedJaggedTensor(["a"], values, lengths=lengths)
-    for copied in (_on_host, lambda given: given):
-        (with_weights,), (without,) = (
-            TableStatistics.from_batches([copied(one)]).values() for one in (weighted, plain)
-        )
+    for one, other in ((weighted, plain), (_on_host(weighted), _on_host(plain))):
+        (with_weights,), (without,) = (TableStatistics.from_batches([batch]).values() for batch in (one, other))
         assert with_weights.weighted and without == replace(with_weights, weighted=False)
 
 

@@ -1,8 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Tables that can be, their features, and pools drawn for real.
-
-Shapes: T tables, K = 17 reuse bins.
-"""
+"""Tables that can be, the states of their optimizers, and published pools."""
 
 from dataclasses import replace
 
