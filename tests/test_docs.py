@@ -191,16 +191,6 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
             assert anchor in _anchors(path.read_text()), target
 
 
-def test_files_that_contributors_are_sent_to_exist() -> None:
-    """From the project's folder or the package's; bare names lie beside another file of the same paragraph."""
-    for paragraph in re.split(r"\n(?=\n|\d+\. |\* )", PAGES["contributing.md"]):
-        folders = {ROOT, ROOT / "dreamshard_planner"}
-        for name in re.findall(r"`([\w./-]+\.(?:py|md|toml))`", paragraph):
-            paths = [folder / name for folder in folders if (folder / name).is_file()]
-            assert paths, name
-            folders |= {path.parent for path in paths}
-
-
 def _anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -42,14 +42,6 @@ def test_contract(name: str, pool: str, contests: list[Contest]) -> None:
     assert contest is not contests[2] or torch.equal(plan, FIELD.placers[name](contest))
 
 
-def test_contests_are_of_held_out_tables_and_repeatable(contests: list[Contest]) -> None:
-    trained = {table.name for table in pool_tables(TrainingConfig().pools)[0]}
-    assert not trained & {table.name for contest in contests for table in contest.tables}
-    tables = [contest.tables for contest in contests]
-    assert tables[:2] == [contest.tables for contest in draw_contests(2, seed=4, batch_size=128)]
-    assert tables[0] != draw_contests(1, seed=2, batch_size=128)[0].tables
-
-
 def test_referee_measures_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

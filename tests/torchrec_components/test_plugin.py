@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopStorageModel
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Partitioner,
@@ -24,7 +24,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics, TaskError
+from dreamshard_planner import DreamShardPlanner, TaskError
 from dreamshard_planner.devices import GPUS
 from dreamshard_planner.torchrec_components import components
 from dreamshard_planner.torchrec_components.provider import DreamShardProvider
@@ -121,25 +121,6 @@ def test_a_given_enumerator_does_not_undo_exact_training() -> None:
         planner(topology=devices, enumerator=only).plan(model, SHARDERS)
 
 
-class DearWhole(EmbeddingPerfEstimator):
-    """A user's estimator, to which whole tables are dear."""
-
-    def estimate(self, sharding_options, *args, **kwargs) -> None:
-        super().estimate(sharding_options, *args, **kwargs)
-        for option in sharding_options:
-            for shard in option.shards:
-                shard.perf.fwd_compute += 100.0 * (option.sharding_type == "table_wise")
-
-
-def test_with_a_users_estimates_torchrecs_plan_is_by_them_as_well() -> None:
-    devices = topology(device="cuda")
-    parts = [DearWhole(devices), EmbeddingStorageEstimator(devices)]
-    given = {"topology": devices, "enumerator": EmbeddingEnumerator(devices, 64, estimator=parts)}
-    made = planned(small_model(), cost_source="torchrec", exact_training=False, **given)
-    totals = {rival.name: rival.total_ms for rival in made.report().rivals}
-    assert totals["torchrec"] < 100.0 < totals["whole_tables"]
-
-
 def test_planners_pickle_with_what_they_planned() -> None:
     made = planner()
     plan = made.plan(small_model(), SHARDERS)
@@ -160,17 +141,6 @@ def test_statistics_tell_what_the_user_constrained() -> None:
     made = planner(topology=devices, stats=Told(), constraints=constraints)
     made.plan(small_model(), SHARDERS)
     assert {name for name, constraint in told[0].items() if constraint.compute_kernels} == {"t2"}
-
-
-def test_hot_tables_stay_in_device_memory_where_it_is_scarce() -> None:
-    """The largest one, read most, stays; the two that are hardly read leave, as few as it takes."""
-    model = collection(table("hot", 2_000_000, 64), table("cold0", 1_500_000, 64), table("cold1", 1_500_000, 64))
-    statistics = TableStatistics({"hot_f0": FeatureStatistics(60.0), "cold0_f0": FeatureStatistics(0.01)})
-    scarce = Topology(world_size=1, compute_device="cuda", hbm_cap=1200 * 2**20, ddr_cap=2**36)
-    made = planner(topology=scarce, statistics=statistics)
-    plan = made.plan(model, SHARDERS)
-    kernels = {name: sharding.compute_kernel for name, sharding in plan.plan[""].items()}
-    assert kernels["hot"] == "fused" and "fused_uvm_caching" in kernels.values()
 
 
 RANKS = {"world_size": 16, "local_world_size": 8, "pod_size": None, "compute_device": None}
