@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The one changed line: ``DreamShardPlanner`` instead of TorchRec's planner."""
+"""``DreamShardPlanner``, which replaces TorchRec's planner by one changed line."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             for text in model.doubtful:
                 warnings.warn(text, InputWarning, stacklevel=3)
             try:
-                # Enumerate, propose, partition, rate, keep the best.
+                # Enumerate, propose, partition, rate, keep the best, call back: first _before_callbacks.
                 sharding_plan = super().plan(module, sharders)
             except PlannerError as error:
                 reason = reason_first(error, self._proposers, self._settings.timeout_seconds)

@@ -111,7 +111,7 @@ class ComputeCost(ABC):
         A group without shards costs exactly nothing."""
 
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
-        """Estimate :meth:`group_cost_ms` more cheaply, for the observations of a policy."""
+        """Estimate :meth:`group_cost_ms` more cheaply, to choose the moves and swaps that are rated."""
         return self.group_cost_ms(latent_XH)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ position p occupies the ranks p x span ... p x span + span - 1.
 What a part needs of its rank keeps within that rank's *limits*: bytes of each kind of memory first, and then a count
 for each rule of placement.
 
-Where every table has one part and one way to lie (training tasks, and the units of span 1 that are left once options
-are chosen), a placement is simply the rank of each part.
+Once options are chosen and wide units are placed, units of span 1 are left, one part each. A placement is the rank of
+each part. Problems of the paper have such parts alone.
 
 The formula is :func:`~dreamshard_planner.cost.compute.overall_ms`. TorchRec never fuses shards of different sharding
 types, so units wider than a rank are an exact :class:`Preload` under the placement of those of span 1.

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The searched plan: over all options of all tables, or for a proposal with one option of each; and TorchRec's plan."""
+"""Search for a plan among all options of all tables, or for the ranks of a proposal; and TorchRec's own plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadline, SearchConfig, portion
 from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
-from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, perf_of, ranks_of
 from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
 from dreamshard_planner.search_space.usable_options import all_sized, other_sizes
@@ -98,13 +97,14 @@ def place_proposal(
     if quickly:
         result = replace(settings, config=QUICK, deadline=NO_DEADLINE).search(cost, starts)
     else:
-        result = settings.search(cost, starts, _roll_outs(context, plans))
+        result = settings.search(cost, starts, _roll_outs(context))
     if result is None:
         packed_S = pack(chosen.cost.problem)
         if packed_S is None:
             raise infeasible(chosen.cost.problem, context.splitting_left_out)
         result = settings.search(cost, [chosen.placed(packed_S)])
         assert result is not None  # there is a start
+    plans |= _cheapest_roll_out(result)
     return RatedPlan(read, cost, result.sharding, _rated(cost, plans), result)
 
 
@@ -206,20 +206,16 @@ class SearchedPlan:
     """The outcome of a search over all options."""
 
     proposal: list[ShardingOption]
-    """The chosen option of every table, with ranks. If nothing fits, the options that ask least of every memory,
-    without ranks: the partitioner then names the missing bytes."""
+    """The chosen option of every table, with ranks, which TorchRec's loop removes at its end. If nothing fits, the
+    options that ask least of every memory, without ranks: the partitioner then names the missing bytes."""
     rivals: tuple[ReportEntry, ...]
     """The plans that the search started from, and the baselines of whole tables."""
     result: SearchResult | None
     """None if nothing fits."""
     torchrec: TorchRecPlan | None
     """TorchRec's plan over the same options; None if none was found."""
-
-    @property
-    def baseline(self) -> list[ShardingOption] | None:
-        """TorchRec's plan, with ranks; None without one that fits."""
-        fits = any(rival.name == BASELINE and rival.feasible for rival in self.rivals)
-        return copy.deepcopy(self.torchrec.options) if self.torchrec is not None and fits else None
+    baseline: list[ShardingOption] | None
+    """TorchRec's plan, with ranks; None without one that fits."""
 
 
 @neutral()
@@ -232,7 +228,7 @@ def search_plan(
 
     Args:
         context: reads and rates options.
-        search_space: options of all tables, with storage.
+        search_space: options of all tables, with storage. The chosen ones get ranks.
         topology: with the memory that the storage reservation left.
         settings: bounds and seed of the searches.
     """
@@ -278,14 +274,15 @@ def _searched(
     if alone is not None and _is_best(WHOLE, fitting, cost):
         result = replace(alone, sharding=fitting[WHOLE])
     else:
-        drafts: dict[str, Sharding | None] = {}
-        result = settings.search(cost, fitting.values(), _roll_outs(context, drafts))
+        result = settings.search(cost, fitting.values(), _roll_outs(context))
+        drafts = _cheapest_roll_out(result)
         # A roll-out over all options takes the place of the one over whole tables.
         rivals = (*(one for one in rivals if one.name not in drafts), *_rated(cost, drafts))
+    baseline = plans[BASELINE] if BASELINE in fitting else None
     if result is None:
-        return SearchedPlan(_smallest(read), rivals, None, theirs)
+        return SearchedPlan(_smallest(read), rivals, None, theirs, baseline)
     proposal = all_sized(read.assign(result.sharding), context.reader.load_factor)
-    return SearchedPlan(proposal, rivals, result, theirs)
+    return SearchedPlan(proposal, rivals, result, theirs, baseline)
 
 
 def _cache_sizes(context: PlanRater, options: Sequence[ShardingOption], topology: Topology) -> Sequence[ShardingOption]:
@@ -333,16 +330,13 @@ def _rated(cost: Cost, plans: Mapping[str, Sharding | None]) -> tuple[ReportEntr
     return tuple(ReportEntry.of(name, None if plan is None else cost.rate(plan)) for name, plan in plans.items())
 
 
-def _roll_outs(context: PlanRater, plans: dict[str, Sharding | None]) -> Further:
-    """Return a maker of starts by the policy, which adds the cheapest start to ``plans``."""
+def _roll_outs(context: PlanRater) -> Further:
+    """Return a maker of starts by the policy, the cheapest first."""
+    return lambda cost, asked, seconds: policy_starts(cost, context.ranks.checkpoint.policy, asked, seconds)
 
-    def starts(cost: Cost, asked: OptionTotals, seconds: float | None) -> list[Sharding]:
-        made = policy_starts(cost, context.ranks.checkpoint.policy, asked, seconds)
-        if made:
-            plans["policy"] = made[0]
-        return made
 
-    return starts
+def _cheapest_roll_out(result: SearchResult | None) -> dict[str, Sharding]:
+    return {"policy": result.further[0]} if result is not None and result.further else {}
 
 
 def _smallest(read: ReadProblem) -> list[ShardingOption]:

@@ -1,9 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """TorchRec's sharding options read as tables, workloads and sharding problems.
 
-The package reads everything that depends on how TorchRec describes a table. This module reads the table from an option,
-its module and sharder, constraints and statistics. ``parts.py`` cuts shards into parts and units, and names the
-collectives that carry their outputs.
+This module reads a table from an option, its module and sharder, constraints and statistics. ``parts.py`` cuts shards
+into parts and units, and names the collectives that carry their outputs.
 """
 
 from __future__ import annotations

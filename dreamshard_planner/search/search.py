@@ -3,10 +3,9 @@
 
 Descents start from several shardings (:mod:`dreamshard_planner.search.starts`,
 :mod:`dreamshard_planner.search.stacking`). Tables that burden the bottleneck rank change their option
-(:mod:`dreamshard_planner.search.reshards`); where none helps, units of span 1 move and swap
-(:mod:`dreamshard_planner.search.moves`) under what spans hosts and world, and so in turns until neither helps. The
-best plan is perturbed, first by re-shards, at last by moves. Where every table has one option, only moves and swaps
-are left.
+(:mod:`dreamshard_planner.search.reshards`). If no re-shard helps, units of span 1 move and swap
+(:mod:`dreamshard_planner.search.moves`), while wider units stay. The two alternate until neither helps. The best plan
+is perturbed, first by re-shards, at last by moves. If every table has one option, only moves and swaps are left.
 
 The budget is counted in re-shards, moves and swaps; costs are compared after rounding and ties go to the lowest index,
 so the same inputs give the same sharding.
@@ -37,9 +36,9 @@ CONTINUED = 2
 """Interrupted descents that go on: the best."""
 PERTURBED_TABLES = 3
 """Tables that a perturbation shards another way at random."""
-BESIDE = 0.85
-"""Share of the time left that further starts may take: of many tables on many ranks, descents from others end dearer
-than these are."""
+FURTHER_SHARE = 0.85
+"""Share of the time left that further starts may take: with many tables on many ranks, they cost less than the plans
+at which descents from other starts end."""
 
 
 Further = Callable[[Cost, OptionTotals, float | None], Iterable[Sharding]]
@@ -59,6 +58,8 @@ class SearchResult:
     """Moves and swaps rated."""
     cut_short: bool
     """True if the deadline ended the search before its budget."""
+    further: tuple[Sharding, ...]
+    """Further starts, in the order in which they were made."""
 
 
 @torch.inference_mode()
@@ -88,28 +89,28 @@ def search(
     level = level_starts(cost, asked, budget.left, config.effort)
     if budget.left() and _can_reshard(cost.problem):
         level += stacked_starts(cost, asked, config.effort)
-    beside: list[Sharding] = []
+    extra: list[Sharding] = []
     in_time = True
     if further is not None and budget.left():
         left = budget.deadline.left()
         try:
-            beside += further(cost, asked, None if left is None else BESIDE * left)
+            extra += further(cost, asked, None if left is None else FURTHER_SHARE * left)
         except TimeoutError:
             in_time = False
-    pool = list(dict.fromkeys([*starts, *level, *beside]))
+    pool = list(dict.fromkeys([*starts, *level, *extra]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]
     if not pool:
         return None
     overall = {sharding: cost.overall_ms(sharding) for sharding in pool}
     order = sorted(pool, key=overall.__getitem__)
-    # Those beside take no other's place: what a start costs says little of where it leads.
-    cheapest = [start for start in order if start not in beside][: config.starts]
-    first = sorted([*cheapest, *beside], key=overall.__getitem__)
+    # Further starts replace none of the others: the cost of a start says little about the end of its descent.
+    cheapest = [start for start in order if start not in extra][: config.starts]
+    first = sorted([*cheapest, *extra], key=overall.__getitem__)
     descents = _Descents(cost, order[0], config, seed, budget)
     if not _can_reshard(cost.problem):
-        return descents.result(first, in_time)
-    # For the same reason each has its turn before the best may use up the budget.
+        return descents.result(first, in_time, extra)
+    # For the same reason each start has a turn before the best may use up the budget.
     turn = int(TURNS * budget.limit / (2 * len(first)))
     for start in first:
         descents.descend(start, turn)
@@ -128,7 +129,7 @@ def search(
         unreplicated = [start for start in order if kind not in _types(cost, start)]
         if 0 < len(unreplicated) < len(order) and budget.left():
             descents.descend(descents.descend(unreplicated[0], without=kind))
-    return descents.result([descents.best], in_time)
+    return descents.result([descents.best], in_time, extra)
 
 
 def _can_reshard(problem: Problem) -> bool:
@@ -171,7 +172,7 @@ class _Descents:
         self._turns: dict[Sharding, int] = {}
         """Budget that a turn from each start took."""
 
-    def result(self, starts: Sequence[Sharding], in_time: bool) -> SearchResult:
+    def result(self, starts: Sequence[Sharding], in_time: bool, extra: Iterable[Sharding]) -> SearchResult:
         """Return the best after moves from some starts, which differ in nothing else, and from perturbed copies, in
         the cheapest kernels that there is room for; ``in_time`` says whether all starts were made."""
         chosen, budget = self._cost.chosen(starts[0]), Budget(self._config.last_moves, self.budget.deadline)
@@ -180,7 +181,8 @@ class _Descents:
         best = prefer_cheaper_kernels(self._cost, chosen.placed(best_S))
         cut_short = self.budget.cut_short or budget.cut_short or not in_time
         candidates = self._candidates + budget.used
-        return SearchResult(best, self._cost.overall_ms(best), self.budget.used, candidates, cut_short)
+        best_ms = self._cost.overall_ms(best)
+        return SearchResult(best, best_ms, self.budget.used, candidates, cut_short, tuple(extra))
 
     def _state(self, sharding: Sharding, without: str | None = None) -> ShardingState:
         return ShardingState(self._cost, sharding, self._unit, without)

@@ -118,7 +118,7 @@ class AllowedTypes:
             if kind not in supported:
                 return NOT_OFFERED if kind in SHARDING_TYPES else NO_SUCH_TYPE + nearest(kind, SHARDING_TYPES)
             if kind not in SHARDING_TYPES:
-                return "nobody knows what it does"
+                return "the planner does not know it"
             if named is not None and kind not in named:
                 return "its constraint's sharding_types leave it out"
             if self.sharding_types is not None and kind not in self.sharding_types:
@@ -131,9 +131,9 @@ class AllowedTypes:
             if named is not None:
                 return None
             if SHARDING_TYPES[kind].only_named and kind not in (self.sharding_types or ()):
-                return "TorchRec wants it named"
+                return "the table's constraint or the planner's sharding_types must name it"
             if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
-                return "TorchRec wants it named for feature processors"
+                return "the constraint of a table with feature processors must name it"
             if uneven and SHARDING_TYPES[kind].span != "world" and not (traits.whole_on_all_ranks and kind == TW):
                 return UNEVEN_OUTPUTS
             return None

@@ -113,7 +113,7 @@ class SearchProposer(Proposer):
         self._pending: list[ShardingOption] | None = None
 
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """Make the plan; raises what ``make`` raises."""
+        """Make the plan, from the planner's options instead of ``search_space``; raises what ``make`` raises."""
         self._pending = self._make()
 
     def propose(self) -> list[ShardingOption] | None:
@@ -131,7 +131,7 @@ class DreamShardPartitioner(Partitioner):
     Usable alone: ``EmbeddingShardingPlanner(partitioner=DreamShardPartitioner())``.
 
     Args:
-        context: reads and rates options; :func:`rater` of the constraint's topology by default.
+        context: reads and rates options; :func:`rater` of the topology of each call by default.
         settings: bounds and seed of the search for each proposal.
         seconds: cap on each search, on top of its counts of candidates; None for no cap.
         quickly: whether a short search is enough, to compare many proposals.

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""One run of TorchRec's loop (enumerate, propose, partition, rate, keep the best): and its plan loader."""
+"""One run of TorchRec's loop (enumerate, propose, partition, rate, keep the best), and its plan loader."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class SearchLoop:
         options = copy.deepcopy(self.model.searched)
         return search_plan(self.model.context, options, self.model.left, self._search())
 
-    def _proposal(self) -> list[ShardingOption]:
+    def _proposal(self) -> list[ShardingOption]:  # a lambda would not pickle
         return self.found.proposal
 
     def chosen(self, plan: list[ShardingOption], proposals: int) -> ChosenPlan:
