@@ -9,17 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import (
-    SHARDERS,
-    collection,
-    managed,
-    planned,
-    planner,
-    ranks_of,
-    small_model,
-    table,
-    topology,
-)
+from small_models import SHARDERS, collection, managed, planned, planner, ranks_of, small_model, table, topology
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import GridSearchProposer

@@ -14,13 +14,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.types import PlannerError
 
-from dreamshard_planner import (
-    DreamShardError,
-    FeatureStatistics,
-    JsonPlanLoader,
-    StatisticsError,
-    TableStatistics,
-)
+from dreamshard_planner import DreamShardError, FeatureStatistics, JsonPlanLoader, StatisticsError, TableStatistics
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.report import Report, ReportEntry, TableEntry
 

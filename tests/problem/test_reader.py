@@ -17,7 +17,6 @@ from torchrec.optim import PartialRowWiseAdam, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm.job import EveryTypeSharder
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.context import PlanRater
@@ -77,19 +76,6 @@ def test_sequence_tables_exchange_a_vector_for_each_lookup(sharding_type: str) -
     if sharding_type != "row_wise":
         lookups_P = found.problem.features_PF[parts, FEATURE_INDEX["lookups"]]
         assert lookups_P.tolist() == [workloads[0].lookups] * len(parts)
-
-
-@pytest.mark.parametrize("sharding_type", ["table_row_wise", "grid_shard"])
-def test_blocks_on_one_host_are_ordered_once_more(sharding_type: str) -> None:
-    given = {"sharding_types": [sharding_type], "min_partition": DIM // 2, "pooling_factors": [float(LENGTH)]}
-    _, found = read(bag_model(), EveryTypeSharder(), **given)
-    (option,) = found.problem.tables[0]
-    collectives = [one.name.rsplit(" ", 1)[1] for one in found.problem.collectives.collectives]
-    sorted_bytes = found.problem.bytes_PC[option.parts, collectives.index("bucketing")].sum()
-    slices = len(option.parts) // RANKS
-    assert slices == (2 if sharding_type == "grid_shard" else 1)
-    # Of a rank's own batch: every id is sorted and a fifth more; every bag is in each block, sorted and put in order.
-    assert sorted_bytes == pytest.approx(slices * (1.2 * SAMPLES * LENGTH + 1.2 * SAMPLES * RANKS) * 8)
 
 
 @pytest.mark.parametrize("by_global", [False, True])

@@ -3,16 +3,7 @@
 
 import pytest
 import torch
-from small_models import (
-    SHARDERS,
-    collection,
-    output_bytes_P,
-    planned,
-    planner,
-    sequences,
-    table,
-    topology,
-)
+from small_models import SHARDERS, collection, output_bytes_P, planned, planner, sequences, table, topology
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder

@@ -10,11 +10,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from dreamshard_planner import FeatureStatistics, TaskError
-from dreamshard_planner.workload.features import (
-    columns,
-    feature_matrix,
-    optimizer_of,
-)
+from dreamshard_planner.workload.features import columns, feature_matrix, optimizer_of
 from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2, named_pool
 from dreamshard_planner.workload.tables import OPTIMIZERS, Table, costed_optimizer, workloads_of
 
