@@ -51,7 +51,7 @@ def infeasible(problem: Problem, left_out: LeftOut) -> PlannerError:
     under_rules = " where placement_rules leave them" if problem.num_rules else ""
     return lacks_room(
         f"Tables do not fit{under_rules}: {short or _packing_reason(units, problem)}{why}. More or larger "
-        "devices, a smaller storage reservation, or smaller tables would help."
+        "devices, a smaller storage reservation, smaller tables, or smaller caches (max_l1_cache_size) would help."
     )
 
 

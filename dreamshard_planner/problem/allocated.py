@@ -101,11 +101,12 @@ def allocated_bytes(name: str, table: Table, size: tuple[int, ...], params: Mapp
     per_weight = float(states.per_weight) * rows * dim * STATE_BYTES
     per_row = float(states.per_row + _row_counters(table.optimizer, params)) * rows * STATE_BYTES
     slot_bytes = SLOT_BYTES + (4 if params.get("prefetch_pipeline") else 0)  # rows in use are locked by a counter
+    cached, own_sets = table.cache_load_factor * rows, params.get("cache_sets")
     if kernel.store:
         # Row-wise Adagrad is the default optimizer here; Adam counts its steps per row.
         row_states = max(per_row / rows, STATE_BYTES)
         row_bytes = dim * table.weight_bytes
-        slots = max(int(table.cache_load_factor * rows / CACHE_SET_ROWS), 1) * CACHE_SET_ROWS
+        slots = (own_sets or max(int(cached / CACHE_SET_ROWS), 1)) * CACHE_SET_ROWS
         if (most_mb := params.get("max_l1_cache_size")) is not None:
             slots = min(slots, int(most_mb * 2**20 / row_bytes / CACHE_SET_ROWS) * CACHE_SET_ROWS)
         kept = per_weight + row_states * rows
@@ -121,7 +122,7 @@ def allocated_bytes(name: str, table: Table, size: tuple[int, ...], params: Mapp
         left = max(0, states.per_weight - 1) * rows * dim * STATE_BYTES
         device, host = device + host - left, left
     if kernel.memory == "uvm_caching":
-        slots = max(math.ceil(int(table.cache_load_factor * rows) / CACHE_SET_ROWS), 1) * CACHE_SET_ROWS
+        slots = (own_sets or max(math.ceil(int(cached) / CACHE_SET_ROWS), 1)) * CACHE_SET_ROWS
         precision = getattr(params.get("cache_precision"), "name", "")
         device += rows * 4 + slots * (dim * _PRECISION_BYTES.get(precision, table.weight_bytes) + slot_bytes)
         if params.get("cache_algorithm") is CacheAlgorithm.LFU:  # counts uses of all rows

@@ -122,16 +122,20 @@ def test_storage_of_caches_with_parameters_of_their_own() -> None:
         (option,) = options(given, DataType.FP16)
         params["optimizer"] = EmbOptimType.EXACT_SGD
         check(option, *module_bytes("fused_uvm_caching", [ROWS, DIM], DataType.FP16, 0.5, **params))
+    (option,) = options(ParameterConstraints(["table_wise"], ["fused_uvm_caching"]), cache_sets=-(-ROWS // 64))
+    check(option, *module_bytes("fused_uvm_caching", [ROWS, DIM], DataType.FP32, 0.5, optimizer=EmbOptimType.EXACT_SGD))
     given = ParameterConstraints(["table_wise"], ["fused_uvm"], enforce_hbm=True)
     (option,) = options(given, optimizer=EmbOptimType.ADAM)
     assert option.shards[0].storage.hbm == 2 * ROWS * DIM * 4
 
 
-@pytest.mark.parametrize("stored", [None, KeyValueParams(max_l1_cache_size=1)])
+@pytest.mark.parametrize(
+    ("stored", "own"), [(None, {}), (None, {"cache_sets": 9}), (KeyValueParams(max_l1_cache_size=1), {})]
+)
 @pytest.mark.parametrize("optimizer", ["EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM"])
-def test_storage_of_key_value_stores(optimizer: str, stored: KeyValueParams | None) -> None:
+def test_storage_of_key_value_stores(optimizer: str, stored: KeyValueParams | None, own: dict[str, int]) -> None:
     """Bytes follow from TorchRec's cache sets, FBGEMM's states, and the buffers in its source."""
-    params = {"optimizer": EmbOptimType[optimizer]}
+    params = {"optimizer": EmbOptimType[optimizer], **own}
     found = options(ParameterConstraints(compute_kernels=["key_value"], key_value_params=stored), **params)
     assert {option.sharding_type for option in found} >= {"table_wise", "row_wise"}
     for option in found:

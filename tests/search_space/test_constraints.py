@@ -154,7 +154,9 @@ def test_virtual_tables(kernel: str) -> None:
     stored = sequences(table("t0", 2**50, 64), use_virtual_table=True, total_num_buckets=2**10)
     model = nn.ModuleDict({"sequence": stored})
     constraint = ParameterConstraints(sharding_types=[RW], compute_kernels=[kernel])
-    assert "Tables do not fit" in refusal(model, {"t0": constraint})  # a fifth of all rows would be cached
+    text = refusal(model, {"t0": constraint})  # a fifth of all rows would be cached
+    assert "Tables do not fit" in text and "smaller caches (max_l1_cache_size) would help" in text
+    assert planned(model, {"t0": constraint}, [EmbeddingCollectionSharder(fused_params={"cache_sets": 1000})]).options
     constraint.key_value_params = KeyValueParams(max_l1_cache_size=100)
     made = planned(model, {"t0": constraint})
     (option,) = made.options
