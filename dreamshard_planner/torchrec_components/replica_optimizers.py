@@ -45,6 +45,10 @@ from dreamshard_planner.search_space.replica_rules import (
 )
 from dreamshard_planner.torchrec_components import compat
 
+_SEVERAL_LOOKUPS = (
+    "looked up twice before one backward. Replicas update once, by the sum of gradients; fused kernels update after "
+    "each lookup. To train as fused kernels do, leave data_parallel out by sharding_types of the planner"
+)
 _FORWARD = inspect.signature(DenseTableBatchedEmbeddingBagsCodegen.forward)
 
 
@@ -174,7 +178,10 @@ class ReplicaOptimizer(FusedOptimizer):
         self._stacks = [part.view(-1, dim) for part, (dim, _) in zip(parts, widths, strict=True)]
         self._states: Sequence[Tensor | None] = [None] * len(self._stacks)
         state: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for parameter in parameters.values()}
+        self.lookups = 0
+        """Lookups that the backward passed since the last update."""
         if rule.state is not None:
+            kernel.register_forward_hook(partial(_watch_lookup, weakref.ref(self)))
             self._states = momenta = [rule.state(stack_RC) for stack_RC in self._stacks]
             rows = [[len(weight_RC) for weight_RC in alike] for _, alike in widths]
             of_tables = chain.from_iterable(momentum.split(each) for momentum, each in zip(momenta, rows, strict=True))
@@ -187,6 +194,7 @@ class ReplicaOptimizer(FusedOptimizer):
     @torch.no_grad()
     def update(self, gradient: Tensor) -> None:
         """Update all tables by the gradient of the flat weights, averaged over all ranks."""
+        self.lookups = 0
         # TorchRec's exchanges divide the gradients of sharded tables by their ranks, unless a script wants the sum.
         if not get_gradient_division():
             gradient = self._ranks * gradient
@@ -214,6 +222,19 @@ class ReplicaOptimizer(FusedOptimizer):
 def _update_again(optimizer: weakref.ref[ReplicaOptimizer], _: Tensor) -> None:
     if (alive := optimizer()) is not None:
         alive.update_again()
+
+
+def _watch_lookup(optimizer: weakref.ref[ReplicaOptimizer], _: nn.Module, _inputs: Any, pooled: Tensor) -> None:
+    """Warn of a backward through several lookups, of which replicas see the sum alone; runs after a lookup."""
+
+    def count(_: Tensor) -> None:
+        if (alive := optimizer()) is not None:
+            alive.lookups += 1
+            if alive.lookups == 2:
+                warnings.warn(f"{', '.join(alive.params)}: {_SEVERAL_LOOKUPS}", stacklevel=2)
+
+    if pooled.requires_grad:
+        pooled.register_hook(count)
 
 
 def _average_and_update(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types

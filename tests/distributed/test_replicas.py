@@ -1,6 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Replicated tables with an attached optimizer train as whole ones do, whatever a script steps."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -152,6 +153,18 @@ def _batches_of_several_sizes(rank: Rank) -> str:
     return str(error.value)
 
 
+def _two_lookups_of_a_backward(rank: Rank) -> list[str]:
+    told = []
+    for name in ("sgd", "row-wise adagrad"):
+        model, batch = sharded(TRAININGS[name], DP, rank), next(given(TRAININGS[name], rank))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (model(batch)[0] + model(batch)[0]).backward()
+        told += [str(warning.message) for warning in caught if "twice" in str(warning.message)]
+        assert bool(told) == (name != "sgd"), told
+    return told
+
+
 def _job(rank: Rank, folder: str) -> dict[str, Any]:
     return {
         "trained": train_each(rank, TRAININGS),
@@ -159,6 +172,7 @@ def _job(rank: Rank, folder: str) -> dict[str, Any]:
         "all reduces": _all_reduces(rank),
         "planned": _planned_replicas(rank),
         "refused": _batches_of_several_sizes(rank),
+        "twice": _two_lookups_of_a_backward(rank),
     }
 
 
@@ -224,3 +238,10 @@ def test_our_class_opens_data_parallel(found: list[dict[str, Any]]) -> None:
 def test_replicas_refuse_batches_whose_size_varies_by_feature(found: list[dict[str, Any]]) -> None:
     for text in (of_rank["refused"] for of_rank in found):
         assert all(name in text for name in (*REPLICATED, "data_parallel", "batch_sizes")), text
+
+
+def test_two_lookups_of_one_backward_are_warned_of(found: list[dict[str, Any]]) -> None:
+    """Fused kernels update after each lookup, which equals one update by SGD alone."""
+    for of_rank in found:
+        text = " ".join(of_rank["twice"])
+        assert all(f".{name}.weight" in text for name in REPLICATED) and ".t1." not in text
