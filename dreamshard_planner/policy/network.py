@@ -28,8 +28,6 @@ SWEEPS = (Sweep(doublings=3, mean=0.6), *(Sweep(doublings=doublings) for doublin
 The second sweep is the bluntest: tables leave the options that crowded ranks forced on them."""
 STARTS = 2
 """Episodes whose best sweeps become starts of the search: the cheapest."""
-SURVIVORS = (12, 10, 4, STARTS)
-"""Episodes that go on after each of the planner's sweeps: the cheapest of those that cost different amounts."""
 GREEDINESS = 8.0
 """Times that an untrained policy's score takes the weighted excess."""
 BREADTH = 25_000
@@ -78,6 +76,8 @@ OPENINGS = (
 )
 """One for each greedy roll-out. Of 43 that were tried on other tables than the benchmarks', each of the first eight
 lowered the best roll-out most, beside those above it."""
+SURVIVORS = (len(OPENINGS), 10, 4, STARTS)
+"""Episodes that go on after each of the planner's sweeps: the cheapest of those that cost different amounts."""
 
 
 @dataclass(frozen=True)
