@@ -29,7 +29,7 @@ from scipy.stats import kendalltau
 from common.output import provenance, table_of, wide_console, write_result
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
-from dreamshard_planner.devices import GPUS, driver_name
+from dreamshard_planner.devices import GPUS
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.reuse import histogram_of_counts
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer, workloads_of
@@ -106,7 +106,7 @@ class Setup:
             kernels = replace(kernels, row_ns=0.0)
         if self.without_sort:
             kernels = replace(kernels, backward_launch_ms=KERNELS_ALONE_MS)
-        usual = RooflineCost.of_bandwidths("cuda", gb_per_s * 1e6, 64e6, self.gpu and driver_name(self.gpu))
+        usual = RooflineCost.of_bandwidths("cuda", gb_per_s * 1e6, 64e6, self.gpu and GPUS[self.gpu].cards[0])
         return replace(usual, kernels=kernels, cache_bytes=self.l2_mb * 1e6)
 
 

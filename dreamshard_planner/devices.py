@@ -4,17 +4,17 @@
 Figures are the vendor's, in decimal units (1 GB is 10^9 bytes; what driver and context take is about the difference to
 binary ones). Links count one direction, half of what is advertised for both together: an all-to-all sends as much as
 it receives, at the same time.
+
+Tests replace ``read_card`` and ``device_of_ranks`` to pretend other hardware: other modules call them on this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dreamshard_planner import driver
-from dreamshard_planner.driver import Card
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.support.formatting import gb_per_s, nearest
 from dreamshard_planner.support.numbers import checked
@@ -22,18 +22,53 @@ from dreamshard_planner.support.numbers import checked
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
 
-GB = 10**9
+GB, MB = 10**9, 10**6
 MAX_RANKS = 2**15
 """Most ranks of a plan; twice as many take minutes."""
 MAX_RANKS_OF_A_HOST = 16
 """Most ranks on one host; more look like a forgotten ``local_world_size``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
+@dataclass(frozen=True)
+class Card:
+    """One GPU in the words of its driver."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    """Compute capability, major and minor."""
+    memory_bytes_per_s: float | None = None
+    """Memory clock times bus width; None if the driver hides either."""
+
+
+def read_card() -> Card | None:
+    """Return the GPU that this process uses, or None without one."""
+    import torch  # late: commands read this module for --help
+
+    if not torch.cuda.device_count():
+        return None
+    told = torch.cuda.get_device_properties(torch.cuda.current_device())
+    kilohertz, bits = (getattr(told, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    bytes_per_s = 2 * kilohertz * 1e3 * bits / 8  # memory transfers twice in a clock
+    return Card(told.name, told.total_memory, (told.major, told.minor), bytes_per_s or None)
+
+
+def device_of_ranks() -> str:
+    """Return the kind of device that ranks of the default process group compute on: CPUs if its backend is gloo, which
+    also runs on hosts that have GPUs, else the kind that TorchRec takes."""
+    import torch.distributed as dist
+    from torchrec.distributed.utils import get_device_type
+
+    return "cpu" if dist.get_backend() == "gloo" else get_device_type()
+
+
+class Gpu(NamedTuple):
     """One model of GPU, and the network of the vendor's own machine with eight of them."""
 
     title: str
+    cards: tuple[str, ...]
+    """Names by its driver."""
+    source: str
     capability: tuple[int, int]
     """Compute capability, major and minor."""
     memory_bytes: int
@@ -43,107 +78,39 @@ class Gpu:
     multiprocessor_hz: float
     """Multiprocessors times boost clock."""
     link_bytes_per_s: float
-    """Bandwidth to all GPUs of the host together, one direction."""
+    """Bandwidth to all GPUs of the host together."""
     host_bytes_per_s: float
-    """Bandwidth to the host's memory, one direction."""
+    """Bandwidth to the host's memory."""
     network_bytes_per_s: float | None
-    """Bandwidth to other hosts per GPU, one direction; None if the vendor sells no such machine."""
-    source: str
+    """Bandwidth to other hosts per GPU; None if the vendor sells no such machine."""
 
 
-_A100 = Gpu(
-    title="NVIDIA A100 40GB SXM",
-    capability=(8, 0),
-    memory_bytes=40 * GB,
-    memory_bytes_per_s=1555 * GB,
-    l2_bytes=40 * 10**6,
-    multiprocessor_hz=108 * 1.41e9,
-    link_bytes_per_s=300 * GB,
-    host_bytes_per_s=32 * GB,
-    network_bytes_per_s=25 * GB,
-    source="NVIDIA A100 data sheet; DGX A100: one 200 Gb/s adapter per GPU",
-)
-_H100 = Gpu(
-    title="NVIDIA H100 SXM",
-    capability=(9, 0),
-    memory_bytes=80 * GB,
-    memory_bytes_per_s=3350 * GB,
-    l2_bytes=50 * 10**6,
-    multiprocessor_hz=132 * 1.98e9,
-    link_bytes_per_s=450 * GB,
-    host_bytes_per_s=64 * GB,
-    network_bytes_per_s=50 * GB,
-    source="NVIDIA H100 data sheet; DGX H100: one 400 Gb/s adapter per GPU",
-)
-_L4 = Gpu(
-    title="NVIDIA L4",
-    capability=(8, 9),
-    memory_bytes=24 * GB,
-    memory_bytes_per_s=300 * GB,
-    l2_bytes=48 * 10**6,
-    multiprocessor_hz=58 * 2.04e9,
-    link_bytes_per_s=32 * GB,
-    host_bytes_per_s=32 * GB,
-    network_bytes_per_s=None,
-    source="NVIDIA L4 data sheet",
-)
+_DGX_A100 = "NVIDIA A100 data sheet; DGX A100: one 200 Gb/s adapter per GPU"
+# fmt: off
 GPUS = {
-    "a100-40": _A100,
-    "a100-80": replace(_A100, title="NVIDIA A100 80GB SXM", memory_bytes=80 * GB, memory_bytes_per_s=2039 * GB),
-    "h100": _H100,
-    "h200": replace(
-        _H100,
-        title="NVIDIA H200 SXM",
-        memory_bytes=141 * GB,
-        memory_bytes_per_s=4800 * GB,
-        source="NVIDIA H200 data sheet; DGX H200: one 400 Gb/s adapter per GPU",
-    ),
-    "b200": replace(
-        _H100,
-        title="NVIDIA B200 SXM",
-        capability=(10, 0),
-        memory_bytes=180 * GB,
-        memory_bytes_per_s=8000 * GB,
-        l2_bytes=126 * 10**6,
-        multiprocessor_hz=148 * 1.965e9,
-        link_bytes_per_s=900 * GB,
-        source="NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s over 8 GPUs, one 400 Gb/s adapter per GPU",
-    ),
-    "l4": _L4,
-    "l40s": replace(
-        _L4,
-        title="NVIDIA L40S",
-        memory_bytes=48 * GB,
-        memory_bytes_per_s=864 * GB,
-        l2_bytes=96 * 10**6,
-        multiprocessor_hz=142 * 2.52e9,
-        source="NVIDIA L40S data sheet; NVIDIA Ada GPU architecture (AD102)",
-    ),
-    "a10": replace(
-        _L4,
-        title="NVIDIA A10",
-        capability=(8, 6),
-        memory_bytes_per_s=600 * GB,
-        l2_bytes=6 * 10**6,
-        multiprocessor_hz=72 * 1.695e9,
-        source="NVIDIA A10 data sheet; NVIDIA Ampere GA102 GPU architecture",
-    ),
+    "a100-40": Gpu("NVIDIA A100 40GB SXM", ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), _DGX_A100,
+                   (8, 0), 40 * GB, 1555 * GB, 40 * MB, 108 * 1.41e9, 300 * GB, 32 * GB, 25 * GB),
+    "a100-80": Gpu("NVIDIA A100 80GB SXM", ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), _DGX_A100,
+                   (8, 0), 80 * GB, 2039 * GB, 40 * MB, 108 * 1.41e9, 300 * GB, 32 * GB, 25 * GB),
+    "h100": Gpu("NVIDIA H100 SXM", ("NVIDIA H100 80GB HBM3",),
+                "NVIDIA H100 data sheet; DGX H100: one 400 Gb/s adapter per GPU",
+                (9, 0), 80 * GB, 3350 * GB, 50 * MB, 132 * 1.98e9, 450 * GB, 64 * GB, 50 * GB),
+    "h200": Gpu("NVIDIA H200 SXM", ("NVIDIA H200",),
+                "NVIDIA H200 data sheet; DGX H200: one 400 Gb/s adapter per GPU",
+                (9, 0), 141 * GB, 4800 * GB, 50 * MB, 132 * 1.98e9, 450 * GB, 64 * GB, 50 * GB),
+    "b200": Gpu("NVIDIA B200 SXM", ("NVIDIA B200",),
+                "NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s over 8 GPUs, one 400 Gb/s adapter per GPU",
+                (10, 0), 180 * GB, 8000 * GB, 126 * MB, 148 * 1.965e9, 900 * GB, 64 * GB, 50 * GB),
+    "l4": Gpu("NVIDIA L4", ("NVIDIA L4",), "NVIDIA L4 data sheet",
+              (8, 9), 24 * GB, 300 * GB, 48 * MB, 58 * 2.04e9, 32 * GB, 32 * GB, None),
+    "l40s": Gpu("NVIDIA L40S", ("NVIDIA L40S",), "NVIDIA L40S data sheet; NVIDIA Ada GPU architecture (AD102)",
+                (8, 9), 48 * GB, 864 * GB, 96 * MB, 142 * 2.52e9, 32 * GB, 32 * GB, None),
+    "a10": Gpu("NVIDIA A10", ("NVIDIA A10", "NVIDIA A10G"),
+               "NVIDIA A10 data sheet; NVIDIA Ampere GA102 GPU architecture",
+               (8, 6), 24 * GB, 600 * GB, 6 * MB, 72 * 1.695e9, 32 * GB, 32 * GB, None),
 }
 """GPUs by name."""
-_CARDS = {
-    "NVIDIA A100-SXM4-40GB": "a100-40",
-    "NVIDIA A100-PCIE-40GB": "a100-40",
-    "NVIDIA A100-SXM4-80GB": "a100-80",
-    "NVIDIA A100 80GB PCIe": "a100-80",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-    "NVIDIA L4": "l4",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA A10": "a10",
-    "NVIDIA A10G": "a10",
-}
-"""Driver's name of a card, and its name in :data:`GPUS`."""
+# fmt: on
 UNKNOWN_CARD = "a GPU without a name"
 """Name for GPUs that a user describes by bandwidth alone."""
 _NAMES = "dreamshard_cards"
@@ -154,7 +121,7 @@ _CORES = "dreamshard_cores"
 
 def gpu_of(card: str | None) -> str | None:
     """Return the name in :data:`GPUS` of a card by its driver's name, or None if it is not listed."""
-    return _CARDS.get(card or "")
+    return next((name for name, gpu in GPUS.items() if card in gpu.cards), None)
 
 
 def cards_of(topology: Topology) -> tuple[str, ...]:
@@ -166,13 +133,8 @@ def cards_of(topology: Topology) -> tuple[str, ...]:
         return ()
     if named := getattr(topology, _NAMES, ()):
         return tuple(named)
-    card = driver.read_card()
+    card = read_card()
     return () if card is None else (card.name,)
-
-
-def cores_of(topology: Topology) -> float | None:
-    """Return how many CPU ranks of a host can compute at once, if it is known that not all can."""
-    return getattr(topology, _CORES, None)
 
 
 def card_of(topology: Topology) -> str | None:
@@ -180,9 +142,9 @@ def card_of(topology: Topology) -> str | None:
     return next(iter(cards_of(topology)), None)
 
 
-def driver_name(gpu: str) -> str:
-    """Return the first driver's name of a GPU of :data:`GPUS`."""
-    return next(card for card, name in _CARDS.items() if name == gpu)
+def cores_of(topology: Topology) -> float | None:
+    """Return how many CPU ranks of a host can compute at once, if it is known that not all can."""
+    return getattr(topology, _CORES, None)
 
 
 def listed_like(card: Card) -> Gpu:
@@ -311,18 +273,19 @@ class Machine:
 
     def topology(self) -> Topology:
         """Return TorchRec's topology, with its defaults for unknown figures."""
-        gpu = GPUS[self.gpu] if self.gpu else None
-        memory = self.memory_bytes or (gpu.memory_bytes if gpu else None)
-        speed = _per_ms(self.memory_bytes_per_s or (gpu.memory_bytes_per_s if gpu else None))
-        on_cpu = self.device == "cpu"
+        on_cpu, gpu = self.device == "cpu", GPUS.get(self.gpu or "")
+        memory = self.memory_bytes or (gpu and gpu.memory_bytes)
+        bytes_per_s = {
+            "ddr_mem_bw" if on_cpu else "hbm_mem_bw": self.memory_bytes_per_s or (gpu and gpu.memory_bytes_per_s),
+            "hbm_to_ddr_mem_bw": self.host_bytes_per_s or (gpu and gpu.host_bytes_per_s),
+            "intra_host_bw": self.intra_bytes_per_s or (gpu and gpu.link_bytes_per_s),
+            "inter_host_bw": self.inter_bytes_per_s or (gpu and gpu.network_bytes_per_s),
+        }
         given = {
             "hbm_cap_bytes": None if on_cpu else memory,
             "ddr_cap_bytes": memory if on_cpu else self.host_memory_bytes,
             "ssd_cap_bytes": self.ssd_bytes,
-            "ddr_mem_bw" if on_cpu else "hbm_mem_bw": speed,
-            "hbm_to_ddr_mem_bw": _per_ms(self.host_bytes_per_s or (gpu.host_bytes_per_s if gpu else None)),
-            "intra_host_bw": _per_ms(self.intra_bytes_per_s or (gpu.link_bytes_per_s if gpu else None)),
-            "inter_host_bw": _per_ms(self.inter_bytes_per_s or (gpu.network_bytes_per_s if gpu else None)),
+            **{name: rate and rate / 1e3 for name, rate in bytes_per_s.items()},
         }
         arguments = {**self.more, **{name: value for name, value in given.items() if value is not None}}
         if "pod_size" in arguments:
@@ -345,7 +308,7 @@ class Machine:
         if self.cards or self.device == "cpu":
             return self.cards
         if self.gpu is not None:
-            return (driver_name(self.gpu),)
+            return GPUS[self.gpu].cards[:1]
         return () if self.memory_bytes_per_s is None else (UNKNOWN_CARD,)
 
 
@@ -375,7 +338,7 @@ def default_notes(topology: Topology, links_measured: bool = False) -> tuple[str
             defaults.append(f"{gb_per_s(between)} between hosts (inter_host_bw)")
     notes = []
     if defaults:
-        card = driver.read_card() if topology.compute_device == "cuda" and "hbm_" in defaults[0] else None
+        card = read_card() if topology.compute_device == "cuda" and "hbm_" in defaults[0] else None
         if card is None or hasattr(topology, _NAMES):
             notes.append(f"the topology has TorchRec's defaults, perhaps not this hardware's: {', '.join(defaults)}")
         else:
@@ -389,7 +352,3 @@ def default_notes(topology: Topology, links_measured: bool = False) -> tuple[str
             f"all {ranks} ranks are taken to be on one host, as TorchRec does where local_world_size is not given"
         )
     return tuple(notes)
-
-
-def _per_ms(bytes_per_s: float | None) -> float | None:
-    return None if bytes_per_s is None else bytes_per_s / 1e3

@@ -34,7 +34,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from dreamshard_planner import driver
+from dreamshard_planner import devices
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import DreamShardError, InputWarning, StatisticsError
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
@@ -335,7 +335,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             """Return the kind of device to read; None to read nothing, as for the ranks of a single sharding group."""
             all_ranks = self._ranks.all_ranks
             reads = self._reads_topology and (all_ranks is None or ranks == all_ranks.world_size)
-            return (device or driver.compute_device()) if reads else None
+            return (device or devices.device_of_ranks()) if reads else None
 
         def make() -> ShardingPlan:
             if found is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torchrec.distributed.planner.types import Topology
 
-from dreamshard_planner import Checkpoint, TaskError, driver
+from dreamshard_planner import Checkpoint, TaskError, devices
 from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, confidence
 from dreamshard_planner.cost.roofline import L2_BYTES, RooflineCost
 from dreamshard_planner.devices import GB, GPUS, UNKNOWN_CARD, Machine, card_of, default_notes, gpu_of
@@ -65,7 +65,7 @@ def test_gpus_are_known_by_the_name_that_the_driver_gives_them(monkeypatch: pyte
     assert card_of(alike) is None and RooflineCost.of_topology(alike).cache_bytes == L2_BYTES
     slow = copy.deepcopy(Machine(ranks_per_host=2, gpu="h100", memory_bytes_per_s=2000 * GB).topology())
     assert card_of(slow) == H100.name and RooflineCost.of_topology(slow).cache_bytes == GPUS["h100"].l2_bytes
-    monkeypatch.setattr(driver, "read_card", lambda: A100)
+    monkeypatch.setattr(devices, "read_card", lambda: A100)
     assert card_of(alike) == A100.name and card_of(slow) == H100.name and card_of(told) == UNKNOWN_CARD
     assert RooflineCost.of_topology(alike).cache_bytes == GPUS["a100-40"].l2_bytes
 

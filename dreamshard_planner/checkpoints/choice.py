@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 import torch
 
-from dreamshard_planner import driver
+from dreamshard_planner import devices
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError, FileError
@@ -166,7 +166,7 @@ def shipped(folder: Path, compute_device: str, card: str | None = None) -> Check
 def hardware_here(device: str) -> str | None:
     """Return the name of this machine's processor (``cpu``) or card (``cuda``), if there is one."""
     if device == "cuda":
-        found = driver.read_card()
+        found = devices.read_card()
         return None if found is None else found.name
     return str(describe_hardware(device, 1)["name"])
 

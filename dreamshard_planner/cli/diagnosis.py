@@ -118,10 +118,10 @@ def _topologies() -> list[Finding]:
     """Describe the default topologies of ranks on this host: a rank per GPU, and one rank on CPUs."""
     import torch
 
-    from dreamshard_planner import driver
+    from dreamshard_planner import devices
     from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
 
-    sizes = {"cpu": 1} if driver.read_card() is None else {"cpu": 1, "cuda": max(1, torch.cuda.device_count())}
+    sizes = {"cpu": 1} if devices.read_card() is None else {"cpu": 1, "cuda": max(1, torch.cuda.device_count())}
     found = []
     for device, size in sizes.items():
         ranks = [RankHardware.here(device)] * size

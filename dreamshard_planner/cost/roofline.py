@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
-from dreamshard_planner.devices import GPUS, card_of, driver_name, gpu_of
+from dreamshard_planner.devices import GPUS, card_of, gpu_of
 from dreamshard_planner.workload.features import FEATURE_INDEX, REUSE_FEATURES, columns
 from dreamshard_planner.workload.reuse import bin_mean_reuse
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
@@ -255,7 +255,7 @@ class RooflineCost(ComputeCost):
         """Make the cost of one of :data:`~dreamshard_planner.devices.GPUS`."""
         gpu = GPUS[name]
         bandwidths = gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3
-        return cls.of_bandwidths("cuda", *bandwidths, driver_name(name))
+        return cls.of_bandwidths("cuda", *bandwidths, gpu.cards[0])
 
     @property
     def channels(self) -> int:

@@ -21,11 +21,10 @@ from torchrec.distributed.comm import get_local_size, get_topology_domain_multip
 from torchrec.distributed.planner.types import DeviceHardware, PlannerError, Storage, Topology
 from torchrec.distributed.types import ShardingPlan
 
-from dreamshard_planner import driver
+from dreamshard_planner import devices
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve_for
-from dreamshard_planner.devices import GB, cores_of, gpu_of, listed_like, make_topology, speed_of
-from dreamshard_planner.driver import Card
+from dreamshard_planner.devices import GB, Card, cores_of, gpu_of, listed_like, make_topology, speed_of
 from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.measure.hardware import total_bytes, usable_cores
 from dreamshard_planner.measure.ranks import Ranks
@@ -51,7 +50,7 @@ class RankHardware:
     @classmethod
     def here(cls, compute_device: str) -> RankHardware:
         """Read this process's hardware."""
-        card = driver.read_card() if compute_device == "cuda" else None
+        card = devices.read_card() if compute_device == "cuda" else None
         return cls(card, total_bytes(), usable_cores() / torch.get_num_threads())
 
 
@@ -120,7 +119,7 @@ def topology_here() -> tuple[Topology, str]:
             "there is no process group to take the topology from: give topology=Topology(world_size=..., "
             "compute_device=...), or call torch.distributed.init_process_group() first"
         )
-    device = driver.compute_device()
+    device = devices.device_of_ranks()
     alike = [RankHardware.here(device)] * dist.get_world_size()
     topology = read_topology(device, alike)
     return topology, told(topology, alike, "the driver of this rank")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import planned
 
-from dreamshard_planner import Checkpoint, CheckpointError, FileError, driver
+from dreamshard_planner import Checkpoint, CheckpointError, FileError, devices
 from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
@@ -170,7 +170,7 @@ def test_auto_goes_by_the_card_that_is_planned_for(folder: Path, monkeypatch: py
     assert resolve("auto", "cuda", card=h100).name == "mine.safetensors"
     assert resolve("auto", "cuda", card=UNKNOWN_CARD).name == "roofline.safetensors"
     # Where the topology does not tell, the card that is here counts.
-    monkeypatch.setattr(driver, "read_card", lambda: H100)
+    monkeypatch.setattr(devices, "read_card", lambda: H100)
     assert resolve("auto", "cuda").name == "mine.safetensors"
     assert resolve("auto", "cuda", card="NVIDIA H200").name == "roofline.safetensors"
     (folder / "mine.safetensors").unlink()

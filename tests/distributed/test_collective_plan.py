@@ -33,7 +33,7 @@ from dreamshard_planner import (
     PlacementRules,
     StatisticsError,
     TableStatistics,
-    driver,
+    devices,
 )
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveFit
 from dreamshard_planner.errors import InputWarning
@@ -205,8 +205,8 @@ def devices_by_default(rank: Rank) -> list[tuple[str, int, int]]:
 def pretended_cards(rank: Rank) -> str:
     card = (pretended.H100, pretended.A100)[rank.rank]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "read_card", lambda: card)
-        patch.setattr(driver, "compute_device", lambda: "cuda")
+        patch.setattr(devices, "read_card", lambda: card)
+        patch.setattr(devices, "device_of_ranks", lambda: "cuda")
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         planner = DreamShardPlanner(effort="quick", stats=[])
         _planned(planner, rank)

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from small_models import SHARDERS, collection, table
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
-from dreamshard_planner import DreamShardPlanner, SavedPlan, driver
+from dreamshard_planner import DreamShardPlanner, SavedPlan, devices
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.devices import GB, GPUS, card_of, cores_of
-from dreamshard_planner.driver import Card
+from dreamshard_planner.devices import GB, GPUS, Card, card_of, cores_of
 from dreamshard_planner.measure import hardware
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
@@ -104,8 +103,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(driver, "read_card", lambda: A100)
-    monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
+    monkeypatch.setattr(devices, "read_card", lambda: A100)
+    monkeypatch.setattr(devices, "device_of_ranks", lambda: "cuda")
     planner = DreamShardPlanner(stats=[], effort="quick")
     planner.plan(TABLES, list(SHARDERS))
     described = f"Planned for 1 x {A100.name}, read from the driver of this rank: 42.4 GB each at 1,555 GB/s"
@@ -117,7 +116,7 @@ def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, t
     # The file of the plan keeps the card's name, so that its costs stay the same without that card.
     planner.save_plan(tmp_path / "plan.json")
     saved = SavedPlan.load(tmp_path / "plan.json")
-    monkeypatch.setattr(driver, "read_card", lambda: None)
+    monkeypatch.setattr(devices, "read_card", lambda: None)
     again = job_of(saved).machine.topology()
     assert saved.inputs.topology.cards == (A100.name,) and card_of(again) == A100.name
     assert RooflineCost.of_topology(again) == RooflineCost.of_topology(planner._ranks.topology)
@@ -125,8 +124,8 @@ def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.usefixtures("group")
 def test_a_given_topology_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "read_card", lambda: A100)
-    monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
+    monkeypatch.setattr(devices, "read_card", lambda: A100)
+    monkeypatch.setattr(devices, "device_of_ranks", lambda: "cuda")
     planner = DreamShardPlanner(topology=Topology(world_size=1, compute_device="cuda"), stats=[], effort="quick")
     planner.collective_plan(TABLES)
     assert planner._ranks.topology.devices[0].storage.hbm == 32 * 1024**3
