@@ -42,16 +42,39 @@ def infeasible(problem: Problem, left_out: LeftOut) -> PlannerError:
         problem: of the units: with one option of each table, or without options.
         left_out: reasons why a table may not be split.
     """
-    units = _units(problem)
-    homeless, short, crowded = _homeless(units, problem), shortage(problem), _crowded_rules(units, problem)
-    if crowded and not short:
+    units, limits_DM = _units(problem), problem.limits_DM
+    # Units of several ranks find their ranks first.
+    largest = max(units, key=lambda unit: (unit.span > 1, float(unit.all_M[: len(MEMORY_KINDS)].double().sum())))
+    need_M, room_M = torch.stack([unit.all_M.double() for unit in units]).sum(0), limits_DM.clamp_min(0).double().sum(0)
+    totals = list(zip(MEMORY_KINDS, need_M.tolist(), room_M.tolist(), strict=False))  # rules follow
+    homeless: dict[str, _Unit] = {}
+    for unit in units:
+        if not has_room(unit.rank_M, limits_DM).any():
+            homeless.setdefault(unit.table, unit)
+    unsplit = list(homeless.values())
+    if homeless:
+        reason = _without_rank(unsplit, limits_DM)
+    elif reason := "; ".join(_missing("all tables together need", f"the {len(limits_DM)} ranks have", totals)):
+        reason += f" (largest table: {largest.table!r})"
+    elif crowded := _crowded_rules(units, problem):
         return lacks_room(f"placement_rules cannot be kept: {crowded}.")
-    unsplit = homeless or ([] if short else [_largest(_widest(units))])
+    else:
+        kept, unsplit = " that keeps placement_rules" if problem.num_rules else "", [largest]
+        left = [
+            f"{memory_in_words(int(room - need))} of {kind} would be left over all ranks"
+            for (kind, need, room), own in zip(totals, largest.all_M, strict=False)
+            if own > 0
+        ]
+        own_bytes = int(largest.rank_M[: len(MEMORY_KINDS)].sum())
+        reason = (
+            f"No placement of their shards{kept} was found, although {' and '.join(left)}; the largest table, "
+            f"{largest.table!r}, needs {memory_in_words(own_bytes)} on one rank"
+        )
     why = _unsplit([unit.table for unit in unsplit if unit.span == 1][:NAMED], left_out)
     under_rules = " where placement_rules leave them" if problem.num_rules else ""
     return lacks_room(
-        f"Tables do not fit{under_rules}: {short or _packing_reason(units, problem)}{why}. More or larger "
-        "devices, a smaller storage reservation, smaller tables, or smaller caches (max_l1_cache_size) would help."
+        f"Tables do not fit{under_rules}: {reason}{why}. More or larger devices, a smaller storage reservation, "
+        "smaller tables, or smaller caches (max_l1_cache_size) would help."
     )
 
 
@@ -92,63 +115,29 @@ def _unsplit(tables: Iterable[str], left_out: LeftOut) -> str:
     return "".join(f". {', '.join(names)} may not be {why}" for why, names in named.items())
 
 
-def _missing(who_needs: str, need: int, memory: str, who_has: str, room: int) -> str:
-    return (
-        f"{who_needs} {memory_in_words(need)} of {memory}, {who_has} {memory_in_words(max(0, room))}: "
-        f"{memory_in_words(need - room)} are missing"
-    )
+def _missing(who_needs: str, who_has: str, sizes: Iterable[tuple[str, float, float]], where: str = "") -> list[str]:
+    """Return the memories of which more is needed than there is, from kinds, needs and rooms."""
+    return [
+        f"{who_needs} {memory_in_words(int(need))} of {kind}{where}, {who_has} {memory_in_words(max(0, int(room)))}: "
+        f"{memory_in_words(int(need - room))} are missing"
+        for kind, need, room in sizes
+        if need > max(0, room)
+    ]
 
 
-def _homeless(units: Sequence[_Unit], problem: Problem) -> list[_Unit]:
-    """Return the units that no rank is large enough for; of one table, the first."""
-    first: dict[str, _Unit] = {}
-    for unit in _widest(units):
-        if unit.table not in first and not has_room(unit.rank_M, problem.limits_DM).any():
-            first[unit.table] = unit
-    return list(first.values())
-
-
-def shortage(problem: Problem) -> str:
-    """Return the tables for which no rank is large enough, else the memories that all tables together exceed."""
-    units = _units(problem)
-    homeless, limits_DM = _homeless(units, problem), problem.limits_DM
+def _without_rank(units: Sequence[_Unit], limits_DM: Tensor) -> str:
+    """Return the tables for which no rank is large enough."""
     lines = []
-    for unit in homeless[:NAMED]:
+    for unit in units[:NAMED]:
         rank = int(((unit.rank_M - limits_DM).clamp_min(0) * (unit.rank_M > 0)).sum(-1).argmin())
         where = f" on each of {unit.span} ranks ({unit.sharding_type})" if unit.span > 1 else ""
-        sizes = zip(MEMORY_KINDS, unit.rank_M.tolist(), limits_DM[rank].tolist(), strict=False)  # rules follow
-        lines += [
-            _missing(f"table {unit.table!r} needs", need, memory + where, f"the roomiest rank ({rank}) has", room)
-            for memory, need, room in sizes
-            if need > max(0, room)
-        ]
-    if len(homeless) > NAMED:
-        lines.append(f"and {len(homeless) - NAMED} more tables fit on no rank")
-    return "; ".join(lines) or _totals(units, problem)
+        sizes = zip(MEMORY_KINDS, unit.rank_M.tolist(), limits_DM[rank].tolist(), strict=False)
+        lines += _missing(f"table {unit.table!r} needs", f"the roomiest rank ({rank}) has", sizes, where)
+    more = [f"and {len(units) - NAMED} more tables fit on no rank"] if len(units) > NAMED else []
+    return "; ".join([*lines, *more])
 
 
-def _widest(units: Sequence[_Unit]) -> list[_Unit]:
-    """Return the units of several ranks, which find their ranks first; all units if there are none."""
-    return [unit for unit in units if unit.span > 1] or list(units)
-
-
-def _largest(units: Iterable[_Unit]) -> _Unit:
-    return max(units, key=lambda unit: float(unit.all_M[: len(MEMORY_KINDS)].double().sum()))
-
-
-def _totals(units: list[_Unit], problem: Problem) -> str:
-    """Return the memories of which all units together need more than there is."""
-    need_M = torch.stack([unit.all_M for unit in units]).sum(0)
-    ranks = f"the {len(problem.limits_DM)} ranks have"
-    lines = [
-        _missing("all tables together need", need, memory, ranks, room)
-        for need, room, memory in zip(need_M.tolist(), _total_room(problem), MEMORY_KINDS, strict=False)
-        if need > room
-    ]
-    return "; ".join(lines) + (f" (largest table: {_largest(units).table!r})" if lines else "")
-
-
-def _crowded_rules(units: list[_Unit], problem: Problem) -> str:
+def _crowded_rules(units: Sequence[_Unit], problem: Problem) -> str:
     """Return tables that must lie apart and have more shards than ranks; empty if there are none."""
     for rule in range(len(MEMORY_KINDS), problem.limits_DM.shape[1]):
         room, members = int(problem.limits_DM[:, rule].sum()), [unit for unit in units if unit.all_M[rule] > 0]
@@ -158,24 +147,3 @@ def _crowded_rules(units: list[_Unit], problem: Problem) -> str:
                 f"shard, and they have {shards} for {room} ranks: table_wise, or a larger min_partition, leaves fewer"
             )
     return ""
-
-
-def _packing_reason(units: list[_Unit], problem: Problem) -> str:
-    """Return the reason if all memories suffice, but not for shards of these sizes."""
-    largest, used_M = _largest(_widest(units)), torch.stack([unit.all_M for unit in units]).sum(0).tolist()
-    kinds = [
-        f"{memory_in_words(room - used)} of {name} would be left over all ranks"
-        for room, used, name, need in zip(_total_room(problem), used_M, MEMORY_KINDS, largest.all_M, strict=False)
-        if need > 0
-    ]
-    kept = " that keeps placement_rules" if problem.num_rules else ""
-    return (
-        f"No placement of their shards{kept} was found, although "
-        f"{' and '.join(kinds)}; the largest table, {largest.table!r}, needs "
-        f"{memory_in_words(int(largest.rank_M[: len(MEMORY_KINDS)].sum()))} on one rank"
-    )
-
-
-def _total_room(problem: Problem) -> list[int]:
-    """Return the bytes of all ranks together, by kind of memory; sums may exceed int64."""
-    return [sum(max(0, capacity) for capacity in device_D) for device_D in problem.limits_DM.T.tolist()]
