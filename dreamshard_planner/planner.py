@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -60,7 +61,7 @@ from dreamshard_planner.planning.remembered import Remembered
 from dreamshard_planner.planning.replanning import link_bytes_per_s, replanned
 from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.replan import Moving, Replan
+from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search.effort import DEFAULT_EFFORT
 from dreamshard_planner.search_space.constraints import given_constraints
@@ -502,7 +503,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             DreamShardError: there is no plan yet on this rank.
-            PlannerError: TorchRec could not run ``current``.
+            PlannerError: a table of ``current`` has no ranks.
             PlanError: the file can't be read; or ``max_bytes_moved`` is too low.
         """
         if isinstance(current, str | Path):
@@ -510,9 +511,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         steps = checked("steps", steps, 0)
         if max_bytes_moved is not None:
             checked("max_bytes_moved", max_bytes_moved, 0, kind=Real)
+        default = link_bytes_per_s(self._topology)
+        rate = checked("bytes_per_s", default if bytes_per_s is None else bytes_per_s, kind=Real)
+        restart_seconds = checked("restart_seconds", restart_seconds, 0, sys.float_info.max, Real)
         result = self._last() if statistics is None and self.plan_loader is None else self._afresh(statistics)
-        moving = Moving(link_bytes_per_s(self._topology) if bytes_per_s is None else bytes_per_s, restart_seconds)
-        return replanned(result.model, current, result.plan, steps, moving, max_bytes_moved, lost)
+        return replanned(result.model, current, result.plan, steps, rate, restart_seconds, max_bytes_moved, lost)
 
     def _afresh(self, statistics: TableStatistics | None) -> PlanResult:
         """Plan the last module again with a copy of the planner, by other statistics and without a plan loader."""
