@@ -16,8 +16,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.support.formatting import gb_per_s, nearest
-from dreamshard_planner.support.numbers import checked
+from dreamshard_planner.support.formatting import checked, gb_per_s, nearest
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology

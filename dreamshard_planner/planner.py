@@ -68,8 +68,7 @@ from dreamshard_planner.search_space.constraints import given_constraints
 from dreamshard_planner.search_space.input_checks import checked_sharders
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
-from dreamshard_planner.support.formatting import first_of
-from dreamshard_planner.support.numbers import checked
+from dreamshard_planner.support.formatting import checked, first_of
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.compat import let_lack_of_room_be_told
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop

@@ -26,7 +26,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError, FileError
 from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware, library_versions, reference_kernels
-from dreamshard_planner.support.files import brief
+from dreamshard_planner.support.formatting import brief
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology

@@ -20,7 +20,8 @@ import typer
 from dreamshard_planner.devices import GPUS, MAX_RANKS, Machine
 from dreamshard_planner.errors import FileError, TaskError
 from dreamshard_planner.search.effort import EFFORTS
-from dreamshard_planner.support.files import brief, check_writable
+from dreamshard_planner.support.files import check_writable
+from dreamshard_planner.support.formatting import brief
 
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job

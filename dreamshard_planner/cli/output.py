@@ -81,6 +81,13 @@ def show(document: Any, format: Format, *tables: RenderableType) -> None:
                 console.print(table)
 
 
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal's stderr that a step runs."""
+    with Console(stderr=True, markup=False).status(what):
+        yield
+
+
 def grid(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> Table:
     """Return rows under the names of columns, numbers flush right."""
     rows = [list(row) for row in rows]

@@ -36,9 +36,8 @@ from dreamshard_planner.cli.options import (
     takes,
     whole,
 )
-from dreamshard_planner.cli.output import Format, FormatOption, costliest, grid, save_page, show
+from dreamshard_planner.cli.output import Format, FormatOption, costliest, grid, save_page, show, working
 from dreamshard_planner.support.formatting import size_in_words
-from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job

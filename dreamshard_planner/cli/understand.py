@@ -19,11 +19,10 @@ from dreamshard_planner.cli.options import (
     StatisticsOption,
     load_plan,
 )
-from dreamshard_planner.cli.output import Format, FormatOption, costliest, facts, save_page, show
+from dreamshard_planner.cli.output import Format, FormatOption, costliest, facts, save_page, show, working
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import read_json
 from dreamshard_planner.support.formatting import size_in_words
-from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
     from dreamshard_planner.planner import DreamShardPlanner

@@ -30,7 +30,8 @@ from torch import Tensor
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import DatasetError
 from dreamshard_planner.support.documents import check_version
-from dreamshard_planner.support.files import MAX_READ_BYTES, brief, check_readable, parse_json, write_whole
+from dreamshard_planner.support.files import MAX_READ_BYTES, check_readable, parse_json, write_whole
+from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.workload.features import feature_matrix, features_of
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 from dreamshard_planner.workload.tables import MEMORIES, OPTIMIZERS, Workload

@@ -27,7 +27,7 @@ from dreamshard_planner.measure.hardware import check_kernels, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned, time_groups
 from dreamshard_planner.support.files import open_locked
-from dreamshard_planner.support.progress import progress_bar
+from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.workload.tables import Workload
 
 _REFERENCE_SET = tuple(

@@ -44,7 +44,8 @@ from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import freed_memory_kept, pinned
-from dreamshard_planner.support.files import brief, check_writable, read_json, write_whole
+from dreamshard_planner.support.files import check_writable, read_json, write_whole
+from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))

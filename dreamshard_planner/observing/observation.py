@@ -27,7 +27,8 @@ from dreamshard_planner.planning.plan_inputs import topology_arguments
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, Count, Several, document_of, entries_of, one_of, parsed
-from dreamshard_planner.support.files import brief, write_whole
+from dreamshard_planner.support.files import write_whole
+from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.workload.counting import by_feature, merge_features, of_like_batches
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import (

@@ -22,7 +22,7 @@ from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.search_space.placement_rules import PlacementRules
-from dreamshard_planner.support.files import brief
+from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import NO_OPTIMIZER
 

@@ -35,9 +35,8 @@ from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, one_of, parsed
-from dreamshard_planner.support.files import brief, read_json
-from dreamshard_planner.support.formatting import nearest
-from dreamshard_planner.support.numbers import checked
+from dreamshard_planner.support.files import read_json
+from dreamshard_planner.support.formatting import brief, checked, nearest
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer

@@ -47,8 +47,8 @@ from dreamshard_planner.support.documents import (
     one_of,
     parsed,
 )
-from dreamshard_planner.support.files import brief, write_whole
-from dreamshard_planner.support.formatting import layout, ranks_in_words
+from dreamshard_planner.support.files import write_whole
+from dreamshard_planner.support.formatting import brief, layout, ranks_in_words
 from dreamshard_planner.workload.hot_rows import HotRows
 from dreamshard_planner.workload.tables import (
     MAX_BATCH_SIZE,

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.support.formatting import seconds_in_words, size_in_words
-from dreamshard_planner.support.numbers import checked
+from dreamshard_planner.support.formatting import checked, seconds_in_words, size_in_words
 
 SHOWN = 0.005
 """Share of the cost that a row of the curve gains at least."""

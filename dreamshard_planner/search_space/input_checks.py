@@ -21,8 +21,7 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.search_space.modules import ShardableTable, output_type, table_configs
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS, SHARDING_TYPES
-from dreamshard_planner.support.formatting import some_of
-from dreamshard_planner.support.numbers import checked
+from dreamshard_planner.support.formatting import checked, some_of
 from dreamshard_planner.torchrec_components.compat import optimizer_name
 from dreamshard_planner.workload.statistics import TableStatistics
 

@@ -25,8 +25,7 @@ from dreamshard_planner.plans.plan_file import TableSharding
 from dreamshard_planner.search_space.modules import ShardableTable
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.formatting import nearest, ranks_in_words
-from dreamshard_planner.support.numbers import checked
+from dreamshard_planner.support.formatting import checked, nearest, ranks_in_words
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from copy import deepcopy
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.support.files import brief, read_json
-from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.support.files import read_json
+from dreamshard_planner.support.formatting import brief, nearest
 
 T = TypeVar("T")
 adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
@@ -47,24 +47,8 @@ def one_of(choices: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-PLAIN = {bool, int, float, str, type(None)}
-"""Immutable types of JSON's values."""
-_names: Callable[[type], tuple[str, ...]] = cache(lambda kind: tuple(entry.name for entry in fields(kind)))
-
-
-def document_of(value: Any) -> Any:
-    """Return a dataclass as a JSON document, faster than ``dataclasses.asdict``; infinite fields become None, as
-    :data:`Unbounded` reads them."""
-    kind = type(value)
-    if kind in PLAIN:
-        return None if value == math.inf else value
-    if kind is dict:
-        return {name: part if type(part) in PLAIN else document_of(part) for name, part in value.items()}
-    if kind in (list, tuple):
-        return kind(value if PLAIN.issuperset(map(type, value)) else map(document_of, value))
-    if is_dataclass(kind):
-        return {name: document_of(getattr(value, name)) for name in _names(kind)}
-    return deepcopy(value)
+document_of: Callable[[Any], Any] = partial(to_jsonable_python, inf_nan_mode="null")
+"""Returns dataclasses as a JSON document; infinite fields become None, as :data:`Unbounded` reads them."""
 
 
 def entries_of(path: str | Path, form: str, known: int, remedy: str, error: type[DreamShardError]) -> dict[str, Any]:

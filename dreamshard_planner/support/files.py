@@ -8,7 +8,6 @@ import errno
 import fcntl
 import json
 import os
-import reprlib
 import secrets
 import stat
 from collections import Counter
@@ -18,15 +17,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dreamshard_planner.errors import DreamShardError, FileError
+from dreamshard_planner.support.formatting import brief
 
 MAX_READ_BYTES = 2 << 30
 """Longest file that is read; statistics of a hundred million lookups take a thousandth of it."""
 MAX_NESTING = 24  # levels of JSON; this package's files have six
 MIN_FREE_BYTES = 1 << 20  # for a result: more than a checkpoint takes
-MAX_SHOWN = 300  # characters of foreign content in a message
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_SHOWN
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -138,11 +134,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"an object has the key {brief(twice)} twice")
     return found
-
-
-def brief(value: object) -> str:
-    """Return an error's text or a value's representation for messages, shortened."""
-    if not isinstance(value, Exception):
-        return _REPR.repr(value)
-    text = str(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -1,18 +1,50 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Format numbers and names for people."""
+"""Format numbers, names and progress for people, and check numbers that people give."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 LONGEST_WORD = 100  # that is shown in full
+MAX_SHOWN = 300  # characters of foreign content in a message
 LINE = 150  # columns of a value of JSON on one line
 NAMED = 5
 """Tables, or other names, that one error or note lists."""
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_SHOWN
+
+
+def brief(value: object) -> str:
+    """Return an error's text or a value's representation for messages, shortened."""
+    if not isinstance(value, Exception):
+        return _REPR.repr(value)
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def checked(
+    what: str,
+    value: Any,
+    least: float = 1,
+    most: float = math.inf,
+    kind: Any = Integral,
+    error: Callable[[str], Exception] = ValueError,
+) -> Any:
+    """Return a number between bounds, NumPy's as Python's; raises ``error``, which names it, for other values."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+        name = "whole number" if kind is Integral else "number"
+        upper = "" if most == math.inf else f" to {most:,}"
+        raise error(f"{what} must be a {name} from {least:,}{upper}, got {brief(value)}")
+    return value.item() if hasattr(value, "item") else value
 
 
 def short(name: str) -> str:
@@ -46,20 +78,15 @@ def seconds_in_words(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Return first and last of each run of consecutive numbers."""
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return found
-
-
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers as ``0-2, 5``."""
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers))
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -108,3 +135,17 @@ def layout(value: Any, indent: int = 0) -> str:
 def gb_per_s(bytes_per_ms: float) -> str:
     """Return a bandwidth as ``3,350 GB/s``."""
     return f"{bytes_per_ms / 1e6:,.0f} GB/s"
+
+
+@contextmanager
+def progress_bar(what: str, total: int, enabled: bool, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr; the yielded function takes a note and the steps made (1). Steps past ``total`` are not
+    shown."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+    bar = Progress(TextColumn(what), *columns, console=Console(stderr=True), disable=not enabled)
+    task = bar.add_task(what, total=total, completed=done, note="")
+    with bar:
+        yield lambda note, steps=1: bar.update(task, completed=min(bar.tasks[0].completed + steps, total), note=note)

@@ -19,7 +19,7 @@ from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.support.files import check_writable
-from dreamshard_planner.support.progress import progress_bar
+from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.training.config import TrainingConfig, measure, most_sets, pool_tables
 from dreamshard_planner.training.policies import DrawnTask, improve, proposed_sets, validate_policy
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError
-from dreamshard_planner.support.numbers import checked
+from dreamshard_planner.support.formatting import checked
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.ids import HotCounts, IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts, mean_reuse

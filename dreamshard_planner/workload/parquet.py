@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dreamshard_planner.errors import StatisticsError
-from dreamshard_planner.support.progress import progress_bar
+from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.counting import FeatureCounts
 from dreamshard_planner.workload.tables import FeatureStatistics

@@ -14,8 +14,7 @@ from typing import ClassVar, NamedTuple
 
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.support.documents import STRICT
-from dreamshard_planner.support.files import brief
-from dreamshard_planner.support.numbers import checked
+from dreamshard_planner.support.formatting import brief, checked
 from dreamshard_planner.workload.ids import HotIds, IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 

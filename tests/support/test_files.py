@@ -19,7 +19,7 @@ from dreamshard_planner.support.files import (
     read_json,
     write_whole,
 )
-from dreamshard_planner.support.progress import progress_bar
+from dreamshard_planner.support.formatting import progress_bar
 
 
 @contextmanager
