@@ -138,7 +138,7 @@ def kernels_of(plan: Sequence[ShardingOption], rater: PlanRater) -> dict[str, An
         "kernels": [list(groups.values()) for groups in ranks],
         "extra_ms": extra_ms_D.tolist(),
         "predicted_ms": rated.device_ms_BD[0].tolist(),
-        "exchange_ms": float(rated.forward_collective_ms_B[0] + rated.backward_collective_ms_B[0]),
+        "exchange_ms": float(rated.collectives_ms_B[0]),
         "types": dict(Counter(sharding_in_words(o.sharding_type, o.compute_kernel) for o in plan)),
     }
 

@@ -92,9 +92,9 @@ def choices_of(problem: Problem, ms_P: np.ndarray) -> list[list[Choice]]:
         kept: list[Choice] = []
         for index in sorted(range(len(options)), key=lambda index: ms_P[options[index].parts].sum()):
             units: dict[tuple[float, ...], list[int]] = {}
-            for position, unit in enumerate(options[index].units):
-                units.setdefault(tuple(ms_P[list(unit.parts)].round(9).tolist()), []).append(position)
-            new = Choice(index, options[index].units[0].span, units)
+            for position, part_L in enumerate(options[index].part_UL):
+                units.setdefault(tuple(ms_P[part_L].round(9).tolist()), []).append(position)
+            new = Choice(index, options[index].span, units)
             alike = (old for old in kept if (old.span, len(old.ms)) == (new.span, len(new.ms)))
             if not any((old.ms <= new.ms).all() for old in alike):
                 kept.append(new)

@@ -61,16 +61,15 @@ def optimum_ms(cost: Cost) -> float:
         sums = tuple((sum_X[:, None] + own_K).flatten(0, 1) for sum_X, own_K in pairs)
     latent_XDGH, bytes_XCD, used_XDM = sums
     device_ms_XD = cost.compute.group_cost_ms(latent_XDGH).sum((-1, -2))
-    forward_X, backward_X = problem.collectives.ms(bytes_XCD)
     fits_X = has_room(used_XDM, problem.limits_DM).all(-1)
-    return float((device_ms_XD.amax(-1) + forward_X + backward_X)[fits_X].min())
+    return float((device_ms_XD.amax(-1) + problem.collectives.ms(bytes_XCD))[fits_X].min())
 
 
 def _choices(cost: Cost, table: int) -> tuple[Tensor, Tensor, Tensor]:
     """Latents [K, D, G, H], bytes sent [K, C, D] and memory [K, D, M] of every way to shard a table."""
     laid = []
     for option in cost.problem.tables[table]:
-        places = [range(cost.problem.num_ranks // unit.span) for unit in option.units]
+        places = [range(cost.problem.num_ranks // option.span)] * option.units
         for positions in itertools.product(*places):
             rank_X, part_X = torch.tensor(option.ranks(positions)), torch.tensor(option.parts)
             sums = (

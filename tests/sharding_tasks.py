@@ -3,11 +3,12 @@
 
 import random
 
+import numpy as np
 import torch
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.compute import CostSource, GivenCost
-from dreamshard_planner.cost.problem import Cost, Option, Problem, Unit
+from dreamshard_planner.cost.problem import Cost, Option, Problem
 
 RANKS, HOST = 4, 2
 MEMORY = 1000
@@ -44,11 +45,11 @@ def sharding_cost(num_tables: int, seed: int = 0, memory: int = MEMORY, latency_
         replica = part(4, 0.4 * ms, size, {5: size / 2})
         tables.append(
             (
-                Option((Unit((whole,)),), "table_wise"),
-                Option(tuple(Unit((one,)) for one in slices), "column_wise"),
-                Option((Unit(tuple(host_blocks)),), "table_row_wise"),
-                Option((Unit(tuple(blocks)),), "row_wise"),
-                Option((Unit((replica,) * RANKS),), "data_parallel", "dense"),
+                Option(np.array([[whole]]), "table_wise"),
+                Option(np.array(slices)[:, None], "column_wise"),
+                Option(np.array([host_blocks]), "table_row_wise"),
+                Option(np.array([blocks]), "row_wise"),
+                Option(np.full((1, RANKS), replica), "data_parallel", "dense"),
             )
         )
     bytes_PC = torch.zeros(len(parts), len(collectives), dtype=torch.float64)

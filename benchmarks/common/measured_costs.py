@@ -59,8 +59,8 @@ class MeasuredCosts:
         device_ms_D2 = torch.stack(
             [sum((self._set_ms[group] for group in device), nothing) for device in self.sets_of(assignment_S)]
         )
-        collective_ms = self.cost.problem.collectives.ms(self.cost.bytes_sent(assignment_S[None]))
-        return PlacementCosts(device_ms_D2[None, :, 0], device_ms_D2[None, :, 1], *collective_ms)
+        collectives_ms_B = self.cost.problem.collectives.ms(self.cost.bytes_sent(assignment_S[None]))
+        return PlacementCosts(device_ms_D2[None, :, 0], device_ms_D2[None, :, 1], collectives_ms_B)
 
 
 class SetClock:

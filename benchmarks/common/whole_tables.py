@@ -10,11 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
-from dreamshard_planner.cost.problem import Cost, Option, Problem, Unit
+from dreamshard_planner.cost.problem import Cost, Option, Problem
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.policy.network import Policy, roll_out
 from dreamshard_planner.policy.task import ShardingTask
@@ -63,7 +64,7 @@ def _all_to_all(link: CollectiveModel) -> Collectives:
 
 def rolled_out(policy: Policy, cost: Cost) -> Tensor | None:
     """Return the ranks [S] of one greedy roll-out; None where it dead-ends."""
-    tables = tuple((Option((Unit((part,)),), TW),) for part in range(cost.problem.num_parts))
+    tables = tuple((Option(np.array([[part]]), TW),) for part in range(cost.problem.num_parts))
     whole = Cost(replace(cost.problem, tables=tables), cost.compute, cost.latent_PH)
     (plan,) = roll_out(policy, ShardingTask(whole, OptionTotals(whole)), 1).shardings()
     return None if plan is None else torch.tensor(plan.positions)[:, 0]

@@ -198,7 +198,7 @@ def placement_labels(
     cost_BD2 = train.labels_ms_X2[index_BD]
     all_to_all_ms_B = collectives.all_to_all_ms(bytes_X[index_BD])
     sent_BD = bytes_X[index_BD] * (collectives.world_size - 1) / collectives.bytes_per_ms
-    overall_B = overall_ms(cost_BD2.sum(-1).amax(-1), (all_to_all_ms_B, all_to_all_ms_B))
+    overall_B = overall_ms(cost_BD2.sum(-1).amax(-1), 2 * all_to_all_ms_B)
     return cost_BD2[..., 0], cost_BD2[..., 1], sent_BD.float(), overall_B.float()
 
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
-from operator import add
 from typing import Any
 
 import torch
@@ -163,9 +161,9 @@ class CollectiveModel:
         return self.world_size - 1, self.latency_ms, self.bytes_per_ms, self.shared_bytes_per_ms
 
     @property
-    def ms_per_byte(self) -> float:
-        """Milliseconds per byte of a collective in which a single rank sends."""
-        return 1 / self.bytes_per_ms + 1 / self.shared_bytes_per_ms
+    def alone_ms_per_byte(self) -> float:
+        """Milliseconds that one byte to each peer costs if a single rank sends, latency left out."""
+        return (self.world_size - 1) * (1 / self.bytes_per_ms + 1 / self.shared_bytes_per_ms)
 
     def all_to_all_ms(self, output_bytes_XD: Tensor) -> Tensor:
         """Milliseconds [...] of the output all-to-all of table-wise shards; that of their gradients moves the same
@@ -225,47 +223,43 @@ class Collective:
 
 
 class Exchanges:
-    """Passes of collectives of one :attr:`Collective.over`, rated side by side: K of them, N exchanges of each.
+    """Collectives of one :attr:`Collective.over`, rated side by side: K rows, N exchanges of each.
 
     A collective has one row if forward and backward are alike, else one for each pass in which it runs.
     """
 
     def __init__(self, collectives: Sequence[Collective], chosen: Iterable[int]) -> None:
         rows = [
-            (column, model, (collectives[column].forward == model, collectives[column].backward == model))
+            (column, model, collectives[column].passes.count(model))
             for column in chosen
             for model in dict.fromkeys(collectives[column].passes)
         ]
         self.column_K = torch.tensor([column for column, *_ in rows], dtype=torch.int64)
         self._over = collectives[rows[0][0]].over if rows else "world"
         self._rates_4K = torch.tensor([model.rates for _, model, _ in rows], dtype=torch.float64).view(-1, 4).T
-        self._runs_2K = torch.tensor([runs for *_, runs in rows], dtype=torch.float64).view(-1, 2).T.contiguous()
-        each_ms = [(model.world_size - 1) * model.ms_per_byte * sum(runs) for _, model, runs in rows]
+        self._runs_K = torch.tensor([runs for *_, runs in rows], dtype=torch.float64)
+        each_ms = [model.alone_ms_per_byte * runs for _, model, runs in rows]
         self.sent_ms_per_byte_K = torch.tensor(each_ms, dtype=torch.float64)
         """Milliseconds that one byte to each peer takes a rank, in all passes of a row."""
 
-    def bounded_ms(self, largest_KX: Tensor, smallest_KX: Tensor, total_KX: Tensor) -> tuple[Tensor, Tensor]:
-        """Return forward and backward milliseconds [X] of all of them, if each has one exchange, from the largest and
-        smallest bytes that a rank sends to each peer and their sum over ranks."""
-        return self._both(self._each_ms(largest_KX, smallest_KX, total_KX))
+    def bounded_ms(self, largest_KX: Tensor, smallest_KX: Tensor, total_KX: Tensor) -> Tensor:
+        """Return the milliseconds [X] of all of them, if each has one exchange, from the largest and smallest bytes
+        that a rank sends to each peer and their sum over ranks."""
+        return torch.tensordot(self._runs_K, self._each_ms(largest_KX, smallest_KX, total_KX), 1)
 
-    def ms(self, bytes_XCD: Tensor, ranks_per_host: int) -> tuple[Tensor, Tensor]:
-        """Return forward and backward milliseconds [X] of all of them, each by its slowest exchange."""
+    def ms(self, bytes_XCD: Tensor, ranks_per_host: int) -> Tensor:
+        """Return the milliseconds [X] of all of them, each by its slowest exchange."""
         together = bytes_XCD.shape[-1] if self._over == "world" else ranks_per_host
         bytes_KXND = bytes_XCD.index_select(-2, self.column_K).movedim(-2, 0).unflatten(-1, (-1, together))
         if self._over == "across":
             bytes_KXND = bytes_KXND.transpose(-1, -2)
         smallest_KXN, largest_KXN = bytes_KXND.aminmax(dim=-1)
-        return self._both(self._each_ms(largest_KXN, smallest_KXN, bytes_KXND.sum(-1)).amax(-1))
+        each_KX = self._each_ms(largest_KXN, smallest_KXN, bytes_KXND.sum(-1)).amax(-1)
+        return torch.tensordot(self._runs_K, each_KX, 1)
 
     def _each_ms(self, largest_KX: Tensor, smallest_KX: Tensor, total_KX: Tensor) -> Tensor:
         rates = [rate_K.view(-1, *[1] * (largest_KX.dim() - 1)) for rate_K in self._rates_4K]
         return _exchange_ms(largest_KX, smallest_KX, total_KX, *rates)
-
-    def _both(self, ms_KX: Tensor) -> tuple[Tensor, Tensor]:
-        shape = ms_KX.shape[1:]
-        forward_X, backward_X = (self._runs_2K @ ms_KX.reshape(len(ms_KX), shape.numel())).view(2, *shape)
-        return forward_X, backward_X
 
 
 class Collectives:
@@ -302,25 +296,23 @@ class Collectives:
         return torch.tensor(each, dtype=torch.float64)
 
     def alone_ms_per_byte(self) -> tuple[Tensor, Tensor]:
-        """Milliseconds that one byte to each peer costs where a single rank sends, in the forward and in the backward,
-        both [C]. Latencies are left out."""
-        forward_C, backward_C = (
-            [0.0 if model is None else (model.world_size - 1) * model.ms_per_byte for model in models]
-            for models in zip(*((c.forward, c.backward) for c in self.collectives), strict=True)
-        )
-        return torch.tensor(forward_C, dtype=torch.float64), torch.tensor(backward_C, dtype=torch.float64)
+        """Return :attr:`CollectiveModel.alone_ms_per_byte` of the forward and of the backward, both [C]."""
+        each = [
+            [0.0 if model is None else model.alone_ms_per_byte for model in (one.forward, one.backward)]
+            for one in self.collectives
+        ]
+        forward_C, backward_C = torch.tensor(each, dtype=torch.float64).unbind(-1)
+        return forward_C, backward_C
 
-    def ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return forward and backward milliseconds [X] of all of them, from the bytes that each rank sends to each
-        peer. Collectives that move nothing take nothing."""
-        each = [some.ms(bytes_XCD, self._ranks_per_host) for some in self._exchanges]
-        forward_X, backward_X = (reduce(add, ms) for ms in zip(*each, strict=True))
-        return forward_X, backward_X
+    def ms(self, bytes_XCD: Tensor) -> Tensor:
+        """Return the milliseconds [X] of all of them, forward and backward together, from the bytes that each rank
+        sends to each peer. Collectives that move nothing take nothing."""
+        return torch.stack([some.ms(bytes_XCD, self._ranks_per_host) for some in self._exchanges]).sum(0)
 
     def each_ms(self, bytes_CD: Tensor) -> list[float]:
         """Return the milliseconds of each collective, forward and backward together."""
-        each = (Exchanges(self.collectives, [n]).ms(bytes_CD, self._ranks_per_host) for n in range(len(bytes_CD)))
-        return [float(forward + backward) for forward, backward in each]
+        each = (Exchanges(self.collectives, [column]) for column in range(len(bytes_CD)))
+        return [float(one.ms(bytes_CD, self._ranks_per_host)) for one in each]
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,19 @@ from torch.nn.functional import pad
 from dreamshard_planner.workload.features import columns, optimizer_of
 
 
-def overall_ms(compute_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
+def overall_ms(compute_X: Tensor, collectives_X: Tensor) -> Tensor:
     """Cost of placements, [...]: the one formula for labels, search, benchmarks and reports,
 
-        max over ranks of (forward + backward)  +  forward collectives  +  backward collectives
+        max over ranks of (forward + backward)  +  collectives of both passes
 
     because between two all-to-all barriers of steady training a rank runs the backward of one step and the forward of
     the next. Where ranks share cores, :func:`compute_ms` takes the place of the maximum.
 
     Args:
         compute_X: milliseconds of compute, by :func:`compute_ms`.
-        collective_ms: milliseconds [...] of the collectives, forward and backward.
+        collectives_X: milliseconds of all collectives.
     """
-    forward_X, backward_X = collective_ms
-    return compute_X + forward_X + backward_X
+    return compute_X + collectives_X
 
 
 @dataclass(frozen=True)

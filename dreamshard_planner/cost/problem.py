@@ -15,8 +15,8 @@ each part. Problems of the paper have such parts alone.
 The formula is :func:`~dreamshard_planner.cost.compute.overall_ms`. TorchRec never fuses shards of different sharding
 types, so units wider than a rank are an exact :class:`Preload` under the placement of those of span 1.
 
-Shapes: P parts, D ranks, C collectives, M limits, F features, X parts laid down, Y of them beforehand, S units of
-span 1, B placements side by side, G fused groups, H latent channels.
+Shapes: P parts, D ranks, C collectives, M limits, F features, X parts laid down, Y of them beforehand, U units, L
+span, O options, S units of span 1, B placements side by side, G fused groups, H latent channels.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -57,41 +58,34 @@ def summed(values_XY: Tensor, slot_BX: Tensor, slots: int) -> Tensor:
     return sums_ZY.view(*slot_BX.shape[:-1], slots, width)
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Parts that are placed together."""
-
-    parts: tuple[int, ...]
-    """Row of the part, among the problem's parts, that each rank of the span gets."""
-
-    @property
-    def span(self) -> int:
-        return len(self.parts)
-
-    def ranks(self, position: int) -> range:
-        """The ranks that it occupies at a position, one for each part."""
-        return range(position * self.span, (position + 1) * self.span)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Option:
     """One way to shard a table."""
 
-    units: tuple[Unit, ...]
-    """Units, all of one span."""
+    part_UL: np.ndarray
+    """Rows of the parts of each unit among the problem's parts, int64; one column for each rank of the span."""
     sharding_type: str
     """TorchRec's name of it."""
     kernel: str = "fused"
     """TorchRec's compute kernel."""
 
     @property
-    def parts(self) -> list[int]:
+    def units(self) -> int:
+        return len(self.part_UL)
+
+    @property
+    def span(self) -> int:
+        return self.part_UL.shape[1]
+
+    @property
+    def parts(self) -> np.ndarray:
         """Parts of all units, in order."""
-        return [part for unit in self.units for part in unit.parts]
+        return self.part_UL.ravel()
 
     def ranks(self, positions: Sequence[int]) -> list[int]:
         """The rank of each of :attr:`parts`, with the units at these positions."""
-        return [rank for unit, at in zip(self.units, positions, strict=True) for rank in unit.ranks(at)]
+        ranks: list[int] = (np.multiply(positions, self.span)[:, None] + np.arange(self.span)).ravel().tolist()
+        return ranks
 
 
 @dataclass(frozen=True)
@@ -115,33 +109,24 @@ class Sharding:
 
 
 class OptionRows:
-    """All options of all tables in arrays, one row each, for fast look-ups.
+    """All options of all tables in arrays, one row each, for fast look-ups."""
 
-    Args:
-        tables: the options of each table.
-    """
-
-    def __init__(self, tables: Sequence[Sequence[Option]]) -> None:
-        options = [*chain.from_iterable(tables)]
-        self._first_T = np.cumsum([0, *map(len, tables)])[:-1]
-        self.span_O = np.array([option.units[0].span for option in options], dtype=np.int64)
-        self.parts_O = self.span_O * np.array([len(option.units) for option in options], dtype=np.int64)
-        """Parts of each option."""
-        units = chain.from_iterable(option.units for option in options)
-        self._part_F = np.fromiter(chain.from_iterable(unit.parts for unit in units), np.int64, self.parts_O.sum())
+    def __init__(self, problem: Problem) -> None:
+        options = [*chain.from_iterable(problem.tables)]
+        self._first_T = np.cumsum([0, *map(len, problem.tables)])[:-1]
+        self.span_O, self.units_O = (np.array([*map(attrgetter(of), options)]) for of in ("span", "units"))
+        self.parts_O = self.span_O * self.units_O
+        """Number of parts."""
+        self._part_F = np.concatenate([option.parts for option in options])
         self._first_O = self.parts_O.cumsum() - self.parts_O
+        self.group_O = problem.group_P.numpy()[self._part_F[self._first_O]]
 
     def rows(self, tables: Sequence[int], options: Sequence[int]) -> np.ndarray:
         """Return the rows of one option of each of some tables."""
         return self._first_T[np.asarray(tables, dtype=np.int64)] + np.asarray(options, dtype=np.int64)
 
-    def parts(self, table: int, option: int) -> np.ndarray:
-        """Parts of an option's units, in order, int64 [X]."""
-        row = self._first_T[table] + option
-        return self._part_F[self._first_O[row] : self._first_O[row] + self.parts_O[row]]
-
-    def all_parts(self, row_K: np.ndarray) -> np.ndarray:
-        """Parts of several, one after the other."""
+    def parts(self, row_K: np.ndarray) -> np.ndarray:
+        """Return the parts of some options, one after the other."""
         return self._part_F[counted_up(self._first_O[row_K], self.parts_O[row_K])]
 
 
@@ -190,22 +175,9 @@ class Problem:
         return self.bytes_PC @ self.collectives.level_ms_per_byte(self.num_ranks)
 
     @cached_property
-    def _group_of(self) -> list[list[int]]:
-        group = self.group_P.tolist()
-        return [[group[option.units[0].parts[0]] for option in options] for options in self.tables]
-
-    @cached_property
     def option_rows(self) -> OptionRows:
         """The options in arrays."""
-        return OptionRows(self.tables)
-
-    def parts_of(self, table: int, option: int) -> np.ndarray:
-        """Parts of an option's units, in order, int64 [X]."""
-        return self.option_rows.parts(table, option)
-
-    def group_of(self, table: int, option: int) -> int:
-        """Fused group of an option's parts."""
-        return self._group_of[table][option]
+        return OptionRows(self)
 
     @overload
     def laid(self, plan: Sharding, tables: Iterable[int] | None = None) -> tuple[Tensor, Tensor]: ...
@@ -219,11 +191,10 @@ class Problem:
         laid = range(self.num_tables) if tables is None else list(tables)
         every = self.option_rows
         row_T = every.rows(laid, [plan.options[table] for table in laid])
-        span_T, parts_T = every.span_O[row_T], every.parts_O[row_T]
-        span_U = span_T.repeat(parts_T // span_T)
+        span_U = every.span_O[row_T].repeat(every.units_O[row_T])
         position_U = np.fromiter(chain.from_iterable(plan.positions[table] for table in laid), np.int64, len(span_U))
         rank_X = counted_up(position_U * span_U, span_U)
-        return torch.from_numpy(rank_X), torch.from_numpy(every.all_parts(row_T))
+        return torch.from_numpy(rank_X), torch.from_numpy(every.parts(row_T))
 
     def taken(self, rank_BX: Tensor, part_X: Tensor | None = None) -> Tensor:
         """Return what parts (default: all) on these ranks take of every rank, int64 [B, D, M]."""
@@ -248,8 +219,7 @@ class PlacementCosts:
 
     forward_ms_BD: Tensor
     backward_ms_BD: Tensor
-    forward_collective_ms_B: Tensor
-    backward_collective_ms_B: Tensor
+    collectives_ms_B: Tensor
     shared_cores: SharedCores | None = None
     """Cores that the ranks of a host share."""
 
@@ -261,8 +231,7 @@ class PlacementCosts:
     @cached_property
     def overall_ms_B(self) -> Tensor:
         """By the formula."""
-        collective_ms = self.forward_collective_ms_B, self.backward_collective_ms_B
-        return overall_ms(compute_ms(self.device_ms_BD, self.shared_cores), collective_ms)
+        return overall_ms(compute_ms(self.device_ms_BD, self.shared_cores), self.collectives_ms_B)
 
 
 class Cost:
@@ -316,8 +285,8 @@ class Cost:
         rank_BX, part_X = self.problem.laid(plan)
         laid = torch.atleast_2d(rank_BX), part_X
         cost_BD2 = self.compute.group_cost_ms(self.group_latents(*laid)).sum(-2)
-        collective_ms = self.problem.collectives.ms(self.bytes_sent(*laid))
-        return PlacementCosts(cost_BD2[..., 0], cost_BD2[..., 1], *collective_ms, self.problem.shared_cores)
+        collectives_ms_B = self.problem.collectives.ms(self.bytes_sent(*laid))
+        return PlacementCosts(cost_BD2[..., 0], cost_BD2[..., 1], collectives_ms_B, self.problem.shared_cores)
 
     def overall_ms(self, sharding: Sharding) -> float:
         """The formula, of one sharding."""
@@ -332,7 +301,7 @@ class Cost:
         free, laid = is_free_T.nonzero()[0], (~is_free_T).nonzero()[0]
         rank_S, part_S = problem.laid(sharding, free.tolist())
         rank_Y, part_Y = problem.laid(sharding, laid.tolist())
-        units_K = every.parts_O[row_T[free]]
+        units_K = every.units_O[row_T[free]]
         table_S, unit_S = free.repeat(units_K).tolist(), counted_up(np.zeros_like(units_K), units_K).tolist()
         rest = replace(
             problem,
@@ -348,7 +317,7 @@ class Cost:
         cost = Cost(rest, self.compute, self.latent_PH[part_S], preload)
         cost.single_ms_P = self.single_ms_P[part_S]  # rated once, however often something is chosen
         units = tuple(zip(table_S, unit_S, strict=True))
-        return Chosen(cost, rank_S, units, sharding, part_S, rank_Y, part_Y)
+        return Chosen(cost, rank_S, units, sharding)
 
     def notes(self, sharding: Sharding) -> tuple[str, ...]:
         """Return notes for readers of this sharding's cost."""
@@ -369,11 +338,6 @@ class Chosen:
     units: tuple[tuple[int, int], ...]
     """Table of each of them, and which unit of its option it is."""
     sharding: Sharding
-    part_S: Tensor
-    """Part of each of them in the whole problem."""
-    rank_Y: Tensor
-    part_Y: Tensor
-    """Ranks and parts of all that is laid down under them."""
 
     def placed(self, assignment_S: Tensor) -> Sharding:
         """The sharding with the units of span 1 on other ranks."""

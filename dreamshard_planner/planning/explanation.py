@@ -194,7 +194,8 @@ def _groups(rated: RatedPlan, rank: int, alone_ms: dict[int, float]) -> tuple[Gr
     cost_G2 = rated.cost.compute.group_cost_ms(latent_GH)
     members: dict[int, list[int]] = {}
     for table in alone_ms:
-        members.setdefault(problem.group_of(table, sharding.options[table]), []).append(table)
+        part = problem.tables[table][sharding.options[table]].parts[0]
+        members.setdefault(int(problem.group_P[part]), []).append(table)
     found = [
         GroupCost(
             label=_group_label(rated.read.options[tables[0]][sharding.options[tables[0]]]),

@@ -98,10 +98,9 @@ def _units(problem: Problem) -> list[_Unit]:
             _Unit(name, "", 1, need_M, need_M) for name, need_M in zip(problem.names, problem.needs_PM, strict=True)
         ]
     return [
-        _Unit(name, option.sharding_type, unit.span, need_LM.amax(0), need_LM.sum(0))
+        _Unit(name, option.sharding_type, option.span, need_LM.amax(0), need_LM.sum(0))
         for name, (option, *_) in zip(problem.names, problem.tables, strict=True)
-        for unit in option.units
-        for need_LM in [problem.needs_PM[list(unit.parts)]]
+        for need_LM in problem.needs_PM[option.part_UL]
     ]
 
 

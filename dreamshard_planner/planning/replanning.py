@@ -199,7 +199,7 @@ class _Ways:
     def received_UP(self, table: int, option: int) -> np.ndarray:
         """See :data:`~dreamshard_planner.search.few_moves.Received`."""
         received_SD = self._received_SD(table, option)
-        span = self.cost.problem.tables[table][option].units[0].span
+        span = self.cost.problem.tables[table][option].span
         units, positions = len(received_SD) // span, received_SD.shape[1] // span
         return received_SD.reshape(units, span, positions, span).diagonal(axis1=1, axis2=3).sum(-1)
 
@@ -225,7 +225,7 @@ class _Ways:
 
     def _change(self, option: ShardingOption) -> Change:
         table, index = self._index[_way(option)]
-        return table, index, positions_of(option, self.cost.problem.tables[table][index].units)
+        return table, index, positions_of(option, self.cost.problem.tables[table][index].span)
 
     def _staying(self, option: ShardingOption) -> Change | None:
         """None where its ranks do not lie as TorchRec needs them."""

@@ -102,7 +102,7 @@ class ReportEntry:
         return cls(
             name=name,
             total_ms=float(costs.overall_ms_B[0]),
-            collectives_ms=float(costs.forward_collective_ms_B[0] + costs.backward_collective_ms_B[0]),
+            collectives_ms=float(costs.collectives_ms_B[0]),
             forward_ms=tuple(costs.forward_ms_BD[0].tolist()),
             backward_ms=tuple(costs.backward_ms_BD[0].tolist()),
         )

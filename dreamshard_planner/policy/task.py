@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from dreamshard_planner.cost.problem import Cost, counted_up
 from dreamshard_planner.search.starts import OptionTotals
@@ -116,8 +117,7 @@ class ShardingTask:
         self.cost, self.problem, self._asked = cost, problem, asked
         self.level_ms = max(1e-9, asked.least_ms / problem.num_ranks)
         collectives = problem.collectives.collectives
-        forward_C, backward_C = problem.collectives.alone_ms_per_byte()
-        per_byte_C = (forward_C + backward_C).numpy() / self.level_ms
+        per_byte_C = torch.stack(problem.collectives.alone_ms_per_byte()).sum(0).numpy() / self.level_ms
         start_up = [sum(model.latency_ms for model in each.passes if model.world_size > 1) for each in collectives]
         self.start_up_C = np.array([*start_up, 0.0]) / self.level_ms
         """Height that each collective takes to start; 0 for padding."""
@@ -139,7 +139,7 @@ class ShardingTask:
         """Limits that may bind: all tables together might exceed them on one rank."""
         self.need_PM = problem.needs_PM.numpy()[:, self.scarce_M]
         rows = problem.option_rows
-        part_X, first_O = rows.all_parts(np.arange(len(rows.parts_O))), rows.parts_O.cumsum() - rows.parts_O
+        part_X, first_O = rows.parts(np.arange(len(rows.parts_O))), rows.parts_O.cumsum() - rows.parts_O
         values_PV = np.column_stack([self.alone_P, self.sent_PC, self.need_PM])
         self._largest_OV = np.maximum.reduceat(values_PV[part_X], first_O)
         """Height alone, heights sent and needs of the largest part of each option."""
@@ -156,7 +156,7 @@ class ShardingTask:
         room_TO, named_TO, is_host_TO = (np.zeros_like(finite_TO) for _ in range(3))
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
-                fits = len(option.units) * option.units[0].span <= problem.num_ranks
+                fits = len(option.parts) <= problem.num_ranks
                 room_TO[table, index] = fits and option.sharding_type in TYPES
                 named_TO[table, index] = option.sharding_type in types
                 is_host_TO[table, index] = in_host_memory(option.kernel)
@@ -194,13 +194,12 @@ class ShardingTask:
     def _read_actions(self, step: int) -> TableActions:
         problem, table = self.problem, int(self._order_T[step])
         all_options, ranks = problem.tables[table], problem.num_ranks
-        chosen = sorted(np.flatnonzero(self._kept_TO[table]).tolist(), key=lambda o: all_options[o].units[0].span)
-        options = [all_options[index] for index in chosen]
-        span_O = np.array([option.units[0].span for option in options])
-        parts = [problem.parts_of(table, index) for index in chosen]
-        parts_O = np.array([*map(len, parts)])
-        option_Q, within_Q = np.repeat(np.arange(len(parts)), parts_O), counted_up(np.zeros_like(parts_O), parts_O)
-        largest_OV, none = self._largest_OV[problem.option_rows.rows([table], chosen)], len(self.start_up_C) - 1
+        chosen = sorted(np.flatnonzero(self._kept_TO[table]).tolist(), key=lambda o: all_options[o].span)
+        options, every = [all_options[index] for index in chosen], problem.option_rows
+        row_O = every.rows([table], chosen)
+        span_O, parts_O = every.span_O[row_O], every.parts_O[row_O]
+        option_Q, within_Q = np.repeat(np.arange(len(row_O)), parts_O), counted_up(np.zeros_like(parts_O), parts_O)
+        largest_OV, none = self._largest_OV[row_O], len(self.start_up_C) - 1
         alone_O1, sent_OC, need_OM = np.split(largest_OV, [1, 2 + none], 1)
         sends = [np.flatnonzero(sent_C).tolist() for sent_C in sent_OC]
         width = max(1, *map(len, sends))
@@ -212,14 +211,14 @@ class ShardingTask:
             ranks=ranks,
             option_O=np.array(chosen),
             span_O=span_O,
-            units_O=parts_O // span_O,
+            units_O=every.units_O[row_O],
             option_Q=option_Q,
             unit_Q=within_Q // span_O[option_Q],
             place_Q=within_Q % span_O[option_Q],
-            part_Q=np.concatenate(parts),
+            part_Q=every.parts(row_O),
             added_OR=np.hstack([alone_O1, np.take_along_axis(sent_OC, collective_OJ, 1)]),
             need_OM=need_OM,
-            group_O=np.array([problem.group_of(table, index) for index in chosen]),
+            group_O=every.group_O[row_O],
             raised_OR=np.pad(collective_OJ + 1, ((0, 0), (1, 0))),
             start_up_OJ=self.start_up_C[collective_OJ],
             type_O=type_O,
@@ -232,7 +231,7 @@ class ShardingTask:
         what it costs over the cheapest option, [O, DESCRIBED]."""
         options = [self.problem.tables[int(self._order_T[step])][index] for index in chosen]
         is_host_O = np.array([in_host_memory(option.kernel) for option in options], dtype=np.float64)
-        sizes_O2 = np.log2([[len(option.units), option.units[0].span] for option in options])
+        sizes_O2 = np.log2([[option.units, option.span] for option in options])
         times_O = total_O / max(1e-30, total_O.min())
         columns = [
             np.eye(len(TYPES))[type_O],

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Topology
 from torchrec.distributed.types import CacheParams, CommOp, ModuleSharder
 
 from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Collective, CollectiveModel, bag_bytes
-from dreamshard_planner.cost.problem import Problem, Sharding, Unit
+from dreamshard_planner.cost.problem import Problem, Sharding
 from dreamshard_planner.cost.roofline import DENSE_PASSES
 from dreamshard_planner.search_space.modules import exchange_codecs, output_type
 from dreamshard_planner.search_space.options import (
@@ -158,7 +159,7 @@ class ReadProblem:
             if option is None or index is None:
                 raise refused(f"the plan has no sharding of table {fqn_of(choices[0])!r} that could be rated")
             options.append(index)
-            positions.append(positions_of(option, units[index].units))
+            positions.append(positions_of(option, units[index].span))
         return Sharding(tuple(options), tuple(positions))
 
 
@@ -295,8 +296,8 @@ def _first_blocks(option: ShardingOption) -> list[int]:
     return found
 
 
-def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -> tuple[Unit, ...]:
-    """Group the option's shards, given by their parts, into units.
+def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -> np.ndarray:
+    """Group the option's shards, given by their parts, into units, int64 [U, span].
 
     Raises:
         PlannerError: the shards do not fill units, or the topology has incomplete hosts.
@@ -313,20 +314,20 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
             f"table {fqn_of(option)!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
             f"which do not fill units of {span} ranks: make plan and enumerator with the planner's topology"
         )
-    return tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
+    return np.reshape(parts, (-1, span))
 
 
-def positions_of(option: ShardingOption, units: Sequence[Unit]) -> tuple[int, ...]:
-    """Return the position of each of an option's units, from the ranks of its shards.
+def positions_of(option: ShardingOption, span: int) -> tuple[int, ...]:
+    """Return the position of each of an option's units of this span, from the ranks of its shards.
 
     Raises:
         PlannerError: TorchRec would not run the shards on these ranks.
     """
-    positions, ranks = [], iter(ranks_of(option))
-    for unit in units:
-        here = [next(ranks) for _ in range(unit.span)]
-        position = (here[0] or 0) // unit.span
-        if here != list(unit.ranks(position)):
+    positions, ranks = [], list(ranks_of(option))
+    for first in range(0, len(ranks), span):
+        here = ranks[first : first + span]
+        position = (here[0] or 0) // span
+        if here != [*range(position * span, (position + 1) * span)]:
             raise cannot_lie_so(
                 f"table {fqn_of(option)!r} is sharded {option.sharding_type} on ranks {here}, which "
                 "TorchRec would not run so"

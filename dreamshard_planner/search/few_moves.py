@@ -133,8 +133,8 @@ class _Walk:
             if not trials:
                 return
             _, smooth_Q, bytes_Q = self._rated(trials)
-            collective_ms = self._problem.collectives.ms(self._state.bytes_CD)
-            gain_Q = overall_ms(self._smooth(self._state.device_ms_D), collective_ms) - smooth_Q
+            collectives_ms = self._problem.collectives.ms(self._state.bytes_CD)
+            gain_Q = overall_ms(self._smooth(self._state.device_ms_D), collectives_ms) - smooth_Q
             gain_Q[(gain_Q < 1e-5 * self._unit) | (self._bytes + bytes_Q > limit)] = -torch.inf
             ratio_Q = gain_Q / bytes_Q.clamp_min(1)
             index = int(ratio_Q.argmax())
@@ -184,8 +184,8 @@ class _Walk:
         movable = []
         for table in tables:
             option = self._problem.tables[table][self.sharding.options[table]]
-            if option.units[0].span == 1:
-                movable += [(table, unit) for unit in range(len(option.units))]
+            if option.span == 1:
+                movable += [(table, unit) for unit in range(option.units)]
         return movable
 
     def _at(self, table: int, unit: int) -> int:
@@ -200,7 +200,7 @@ class _Walk:
         there = [pair for pair in every if self._at(*pair) != slowest]
         if not here or not there:
             return
-        parts = [problem.parts_of(table, option) for table, option in enumerate(self.sharding.options)]
+        parts = [options[now].parts for options, now in zip(problem.tables, self.sharding.options, strict=True)]
         weight_H, weight_T = (self._single_P[[parts[table][unit] for table, unit in some]] for some in (here, there))
         room_T = load_D[slowest] - load_D[[self._at(*pair) for pair in there]]
         shift_HT = weight_H[:, None] - weight_T
@@ -219,9 +219,9 @@ class _Walk:
         """Return the cost after each trial, with the slowest rank and with :meth:`_smooth`, infinite if memory does not
         allow it; and the bytes that move beyond those that move now."""
         device_QD, bytes_QCD, fits_Q = self._state.after(trials)
-        collective_ms = self._problem.collectives.ms(bytes_QCD)
+        collectives_Q = self._problem.collectives.ms(bytes_QCD)
         computed = compute_ms(device_QD, self._problem.shared_cores), self._smooth(device_QD)
-        exact_Q, smooth_Q = (overall_ms(ms_Q, collective_ms).masked_fill(~fits_Q, torch.inf) for ms_Q in computed)
+        exact_Q, smooth_Q = (overall_ms(ms_Q, collectives_Q).masked_fill(~fits_Q, torch.inf) for ms_Q in computed)
         return exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials])
 
     def _smooth(self, device_ms_XD: Tensor) -> Tensor:

@@ -302,12 +302,12 @@ class Step:
         gained_KBX = bytes_KP[:, leaving_BX] - torch.where(arrival_BX >= 0, bytes_KP[:, arrival_BX], 0.0)
         here_before_KBX, there_before_KBX = self._of_both(self._bytes_KBD, device_BX)
         here_KBX, there_KBX = here_before_KBX - gained_KBX, there_before_KBX + gained_KBX
-        collective_ms = self._states.exchanges.bounded_ms(
+        collectives_BX = self._states.exchanges.bounded_ms(
             torch.maximum(self._most.beside(device_BX), torch.maximum(here_KBX, there_KBX)),
             torch.minimum(self._least.beside(device_BX), torch.minimum(here_KBX, there_KBX)),
             _spread(self._bytes_KBD.sum(-1), device_BX),
         )
-        overall_BX = overall_ms(compute_BX, collective_ms) + self._states.other_collectives_ms
+        overall_BX = overall_ms(compute_BX, collectives_BX) + self._states.other_collectives_ms
         square_BX = here_ms_BX**2 + device_ms_BX**2 - sum(self._of_both(self._device_ms_BD**2, device_BX))
         changed_KBX = 2 * gained_KBX * (there_before_KBX - here_before_KBX + gained_KBX)  # of both squares together
         square_BX = square_BX + torch.tensordot(self._states.exchanges.sent_ms_per_byte_K**2, changed_KBX, 1)

@@ -164,13 +164,13 @@ def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
     single_P, needs_PM = cost.single_ms_P.numpy(), problem.needs_PM.numpy()
     row_T = every.rows(range(problem.num_tables), options)
     span_T = every.span_O[row_T]
-    units_T = every.parts_O[row_T] // span_T
+    units_T = every.units_O[row_T]
     positions = [[0] * units for units in units_T.tolist()]
     load_D, free_DM = np.zeros(problem.num_ranks), problem.limits_DM.numpy().copy()
 
     def asked(tables: np.ndarray, span: int) -> tuple[np.ndarray, np.ndarray]:
         """Milliseconds [U, L] and bytes [U, L, M] of all units of some tables."""
-        part_UL = every.all_parts(row_T[tables]).reshape(-1, span)
+        part_UL = every.parts(row_T[tables]).reshape(-1, span)
         return single_P[part_UL], needs_PM[part_UL]
 
     everywhere_T = (span_T == problem.num_ranks) & (span_T > 1)
@@ -257,9 +257,8 @@ def _packed(
 ) -> tuple[Tensor, tuple[int, ...]] | None:
     """Place each unit where it adds least to the sum of squares of used shares: bytes used [D, M] and positions."""
     used_DM, positions = used_DM.clone(), []
-    for unit in option.units:
-        need_LM = problem.needs_PM[list(unit.parts)]
-        used_NLM = used_DM.view(-1, unit.span, used_DM.shape[1])
+    for need_LM in problem.needs_PM[option.part_UL]:
+        used_NLM = used_DM.view(-1, option.span, used_DM.shape[1])
         share_NLM = used_NLM / roomiest_M
         added_N = ((share_NLM + need_LM / roomiest_M).square() - share_NLM.square()).sum((-1, -2))
         free_NLM = (problem.limits_DM - used_DM).view_as(used_NLM)

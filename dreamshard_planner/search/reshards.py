@@ -60,13 +60,17 @@ class ShardingState(State):
 
     def _weigh(self, tables: Sequence[int]) -> None:
         """Refresh the burden of some tables on each rank and on the exchanges."""
-        problem, options = self.problem, self.sharding.options
+        problem = self.problem
         rank_X, part_X = (laid_X.numpy() for laid_X in problem.laid(self.sharding, tables))
-        table_X = np.repeat(tables, [len(problem.parts_of(table, options[table])) for table in tables])
+        table_X = np.repeat(tables, problem.option_rows.parts_O[self._rows(tables)])
         self._burden_TD[tables], self._exchange_T[tables] = -np.inf, 0.0
         self._burden_TD[table_X, rank_X] = 0.0
         np.add.at(self._burden_TD, (table_X, rank_X), self.cost.single_ms_P.numpy()[part_X])
         np.add.at(self._exchange_T, table_X, problem.exchange_ms_P.numpy()[part_X])
+
+    def _rows(self, tables: Sequence[int]) -> np.ndarray:
+        """Return the rows of the options that some tables have now."""
+        return self.problem.option_rows.rows(tables, [self.sharding.options[table] for table in tables])
 
     def change(self, table: int, option: int, positions: tuple[int, ...]) -> None:
         """Shard one table another way."""
@@ -74,7 +78,7 @@ class ShardingState(State):
         ranks = []
         for sharding, sign in ((self.sharding, -1), (after, 1)):
             rank_X, part_X = self.problem.laid(sharding, [table])
-            group = self.problem.group_of(table, sharding.options[table])
+            group = self.problem.group_P[part_X[0]]
             self.latent_DGH[:, group].index_add_(0, rank_X, self.cost.latent_PH[part_X], alpha=sign)
             self.bytes_CD.T.index_add_(0, rank_X, self.problem.bytes_PC[part_X], alpha=sign)
             self.free_DM.index_add_(0, rank_X, self.problem.needs_PM[part_X], alpha=-sign)
@@ -109,7 +113,7 @@ class ShardingState(State):
                 for times, (table, option, positions) in ((-1, self.now(change[0])), (1, change)):
                     laid = problem.tables[table][option].ranks(positions)
                     rank += laid
-                    part.append(problem.parts_of(table, option))
+                    part.append(problem.tables[table][option].parts)
                     query += [number] * len(laid)
                     sign += [times] * len(laid)
         part_X, sign_X1 = torch.from_numpy(np.concatenate(part)), torch.tensor(sign)[:, None]
@@ -209,7 +213,7 @@ class ShardingState(State):
 
     def _movable(self, option: Option) -> bool:
         """Return whether placing the same option again may give another sharding; single units of span 1 just move."""
-        return len(option.units) > 1 or 1 < option.units[0].span < self.problem.num_ranks
+        return option.units > 1 or 1 < option.span < self.problem.num_ranks
 
     def _tables_that_exchange(self) -> list[int]:
         """Tables that may change, those with the longest exchanges first."""
@@ -245,10 +249,10 @@ class ShardingState(State):
         bytes_QCD = self.bytes_CD.new_empty(len(queries), *self.bytes_CD.shape)
         fits_Q = torch.empty(len(queries), dtype=torch.bool)
         positions: list[list[int]] = [[] for _ in queries]
-        for span in {option.units[0].span for option in options}:
-            some = [query for query, option in enumerate(options) if option.units[0].span == span]
-            some.sort(key=lambda query: -len(options[query].units))  # those with units left are always the first
-            parts = [problem.parts_of(*queries[query]).reshape(-1, span) for query in some]
+        for span in {option.span for option in options}:
+            some = [query for query, option in enumerate(options) if option.span == span]
+            some.sort(key=lambda query: -options[query].units)  # those with units left are always the first
+            parts = [options[query].part_UL for query in some]
             trials = started(some, span)
             steps = len(parts[0])
             for step in range(steps):
@@ -271,8 +275,9 @@ class ShardingState(State):
         placed. Y are fused groups, each with or without one of the tables."""
         slots, slot_of = len(tables), {table: slot for slot, table in enumerate(tables)}
         slot_Q = torch.tensor([slot_of[table] for table, _ in queries])
-        old_K = torch.tensor([self.problem.group_of(table, self.sharding.options[table]) for table in tables])
-        new_Q = torch.tensor([self.problem.group_of(table, option) for table, option in queries])
+        every = self.problem.option_rows
+        row_K, row_Q = self._rows(tables), every.rows(*zip(*queries, strict=True))
+        old_K, new_Q = (torch.from_numpy(every.group_O[row_X]) for row_X in (row_K, row_Q))
         gone_KDH, gone_KDC, gone_KDM = self._without(tables)
         # Each group as it is, and each that a table leaves without that table: few, whatever many options join them.
         group_Z, place_X = torch.cat([old_K, new_Q]).unique(return_inverse=True)
@@ -305,8 +310,8 @@ class ShardingState(State):
         """Latents [K, D, H], bytes sent [K, D, C] and memory [K, D, M] of some tables, each as it is sharded."""
         problem, ranks = self.problem, self.problem.num_ranks
         rank_X, part_X = problem.laid(self.sharding, tables)
-        counts = [len(problem.parts_of(table, self.sharding.options[table])) for table in tables]
-        row_X = rank_X + ranks * torch.arange(len(tables)).repeat_interleave(torch.tensor(counts))
+        count_K = torch.from_numpy(problem.option_rows.parts_O[self._rows(tables)])
+        row_X = rank_X + ranks * torch.arange(len(tables)).repeat_interleave(count_K)
         latent_KDH, bytes_KDC, used_KDM = (
             summed(values_PY[part_X], row_X, len(tables) * ranks).unflatten(0, (-1, ranks))
             for values_PY in (self.cost.latent_PH, problem.bytes_PC, problem.needs_PM)
@@ -369,10 +374,10 @@ def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int
     wide_T = ((span_T > 1) & (span_T < problem.num_ranks)).nonzero()[0]
     if not len(wide_T):
         return None
-    units_T = every.parts_O[row_T[wide_T]] // span_T[wide_T]
+    units_T = every.units_O[row_T[wide_T]]
     table_W, span_W = wide_T.repeat(units_T), span_T[wide_T].repeat(units_T)
     nth_W = counted_up(np.zeros_like(units_T), units_T)
-    single_X = state.cost.single_ms_P.numpy()[every.all_parts(row_T[wide_T])]
+    single_X = state.cost.single_ms_P.numpy()[every.parts(row_T[wide_T])]
     heaviest_W = np.maximum.reduceat(single_X, span_W.cumsum() - span_W)
     position_W = np.concatenate([sharding.positions[table] for table in wide_T])
     slowest_W = np.zeros(len(table_W))

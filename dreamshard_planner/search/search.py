@@ -273,5 +273,4 @@ def prefer_cheaper_kernels(cost: Cost, sharding: Sharding) -> Sharding:
 
 
 def _same_shards(one: Option, other: Option) -> bool:
-    spans, other_spans = ([unit.span for unit in option.units] for option in (one, other))
-    return one.sharding_type == other.sharding_type and spans == other_spans
+    return (one.sharding_type, one.part_UL.shape) == (other.sharding_type, other.part_UL.shape)

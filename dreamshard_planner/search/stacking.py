@@ -80,7 +80,7 @@ class _Stack:
         for table, options in enumerate(problem.tables):
             made = []
             for index in np.argsort(asked.total_ms_TO[table, : len(options)], kind="stable").tolist():
-                part_UL = problem.parts_of(table, index).reshape(len(options[index].units), -1)
+                part_UL = options[index].part_UL
                 made.append(_Option(index, ms_P[part_UL].max(), ms_P[part_UL], needs_PM[part_UL]))
             self._tables.append(made)
 

@@ -59,7 +59,7 @@ class OptionTotals:
         roomiest_M = problem.limits_DM.amax(0).double().numpy()
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
-                parts, self.kind_TO[table, index] = problem.parts_of(table, index), option.sharding_type
+                parts, self.kind_TO[table, index] = option.parts, option.sharding_type
                 self.total_ms_TO[table, index] = whole_P[parts].sum()
                 self.largest_ms_TO[table, index] = single_P[parts].max()
                 self.needs_TOM[table, index] = needs_PM[parts].sum(0)

@@ -88,8 +88,7 @@ class State:
 
     @cached_property
     def _sent_ms_per_byte_C1(self) -> Tensor:
-        forward_C, backward_C = self.problem.collectives.alone_ms_per_byte()
-        return (forward_C + backward_C)[:, None]
+        return torch.stack(self.problem.collectives.alone_ms_per_byte()).sum(0)[:, None]
 
     def overall_ms(self) -> Tensor:
         """Cost of each plan, [B]."""
@@ -133,8 +132,7 @@ class PlacementState(State):
     def other_collectives_ms(self) -> Tensor:
         """Milliseconds of the other collectives."""
         bytes_CD = self.bytes_CD[0].masked_fill(self.problem.bytes_PC.any(0)[:, None], 0.0)
-        forward, backward = self.problem.collectives.ms(bytes_CD)
-        return forward + backward
+        return self.problem.collectives.ms(bytes_CD)
 
     def replace(self, row_X: Tensor, assignment_XP: Tensor) -> None:
         """Let other placements take the place of some."""

@@ -30,7 +30,7 @@ def shardings(cost: Cost) -> list[Sharding]:
     for options in cost.problem.tables:
         choices = []
         for index, option in enumerate(options):
-            positions = [range(RANKS // unit.span) for unit in option.units]
+            positions = [range(RANKS // option.span)] * option.units
             choices += [(index, places) for places in itertools.product(*positions)]
         per_table.append(choices)
     return [
@@ -76,10 +76,10 @@ def test_rating_of_shardings_is_the_formula() -> None:
     cost = sharding_cost(2, latency_ms=0.05)
     for sharding in shardings(cost):
         laid = [
-            (part, place * unit.span + offset)
+            (part, place * options[option].span + offset)
             for options, option, places in zip(cost.problem.tables, sharding.options, sharding.positions, strict=True)
-            for unit, place in zip(options[option].units, places, strict=True)
-            for offset, part in enumerate(unit.parts)
+            for part_L, place in zip(options[option].part_UL, places, strict=True)
+            for offset, part in enumerate(part_L)
         ]
         assert cost.overall_ms(sharding) == pytest.approx(formula_ms(cost, laid), rel=1e-9)
 
