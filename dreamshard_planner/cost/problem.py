@@ -21,12 +21,12 @@ span, O options, S units of span 1, B placements side by side, G fused groups, H
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -88,6 +88,10 @@ class Option:
         return ranks
 
 
+Change = tuple[int, int, tuple[int, ...]]
+"""Table, option, and positions of the option's units."""
+
+
 @dataclass(frozen=True)
 class Sharding:
     """An option for every table, and a position for every unit of it."""
@@ -101,8 +105,12 @@ class Sharding:
         options[table], places[table] = option, positions
         return Sharding(tuple(options), tuple(places))
 
-    def move(self, table: int, unit: int, position: int) -> tuple[int, int, tuple[int, ...]]:
-        """Return the arguments of :meth:`changed` that move one unit of a table."""
+    def now(self, table: int) -> Change:
+        """Return how a table is sharded, as a change that changes nothing."""
+        return table, self.options[table], self.positions[table]
+
+    def move(self, table: int, unit: int, position: int) -> Change:
+        """Return the change that moves one unit of a table."""
         positions = list(self.positions[table])
         positions[unit] = position
         return table, self.options[table], tuple(positions)
@@ -179,22 +187,18 @@ class Problem:
         """The options in arrays."""
         return OptionRows(self)
 
-    @overload
-    def laid(self, plan: Sharding, tables: Iterable[int] | None = None) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def laid(self, plan: Tensor, tables: Iterable[int] | None = None) -> tuple[Tensor, None]: ...
-    def laid(self, plan: Sharding | Tensor, tables: Iterable[int] | None = None) -> tuple[Tensor, Tensor | None]:
-        """Rank and part of all that a sharding lays down, of all tables or some, both int64 [X]; of placements [B, P]
-        themselves, and None for all parts in order."""
-        if isinstance(plan, Tensor):
-            return plan, None
-        laid = range(self.num_tables) if tables is None else list(tables)
+    def laid(self, sharding: Sharding) -> tuple[Tensor, Tensor]:
+        """Return rank and part of all that a sharding lays down, both int64 [X]."""
+        return self.laid_by([sharding.now(table) for table in range(self.num_tables)])[:2]
+
+    def laid_by(self, changes: Sequence[Change]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rank and part of all that changes lay down, and the number of the change, all int64 [X]."""
         every = self.option_rows
-        row_T = every.rows(laid, [plan.options[table] for table in laid])
-        span_U = every.span_O[row_T].repeat(every.units_O[row_T])
-        position_U = np.fromiter(chain.from_iterable(plan.positions[table] for table in laid), np.int64, len(span_U))
-        rank_X = counted_up(position_U * span_U, span_U)
-        return torch.from_numpy(rank_X), torch.from_numpy(every.parts(row_T))
+        row_K = every.rows([table for table, *_ in changes], [option for _, option, _ in changes])
+        span_U = every.span_O[row_K].repeat(every.units_O[row_K])
+        position_U = np.fromiter(chain.from_iterable(positions for *_, positions in changes), np.int64, len(span_U))
+        rank_X, number_X = counted_up(position_U * span_U, span_U), np.arange(len(row_K)).repeat(every.parts_O[row_K])
+        return torch.from_numpy(rank_X), torch.from_numpy(every.parts(row_K)), torch.from_numpy(number_X)
 
     def taken(self, rank_BX: Tensor, part_X: Tensor | None = None) -> Tensor:
         """Return what parts (default: all) on these ranks take of every rank, int64 [B, D, M]."""
@@ -202,7 +206,8 @@ class Problem:
 
     def fits(self, plan: Sharding | Tensor) -> Tensor:
         """Return whether placements [B, P], or a sharding, keep every rank within its limits, bool [B] or []."""
-        return has_room(self.taken(*self.laid(plan)), self.limits_DM).all(-1)
+        laid = (plan,) if isinstance(plan, Tensor) else self.laid(plan)
+        return has_room(self.taken(*laid), self.limits_DM).all(-1)
 
 
 @dataclass(frozen=True)
@@ -282,7 +287,7 @@ class Cost:
 
     def rate(self, plan: Sharding | Tensor) -> PlacementCosts:
         """Rate placements, int64 [B, P], or one sharding (B = 1)."""
-        rank_BX, part_X = self.problem.laid(plan)
+        rank_BX, part_X = (plan, None) if isinstance(plan, Tensor) else self.problem.laid(plan)
         laid = torch.atleast_2d(rank_BX), part_X
         cost_BD2 = self.compute.group_cost_ms(self.group_latents(*laid)).sum(-2)
         collectives_ms_B = self.problem.collectives.ms(self.bytes_sent(*laid))
@@ -299,8 +304,9 @@ class Cost:
         row_T = every.rows(range(problem.num_tables), sharding.options)
         is_free_T = every.span_O[row_T] == 1
         free, laid = is_free_T.nonzero()[0], (~is_free_T).nonzero()[0]
-        rank_S, part_S = problem.laid(sharding, free.tolist())
-        rank_Y, part_Y = problem.laid(sharding, laid.tolist())
+        (rank_S, part_S, _), (rank_Y, part_Y, _) = (
+            problem.laid_by([sharding.now(table) for table in tables.tolist()]) for tables in (free, laid)
+        )
         units_K = every.units_O[row_T[free]]
         table_S, unit_S = free.repeat(units_K).tolist(), counted_up(np.zeros_like(units_K), units_K).tolist()
         rest = replace(

@@ -21,7 +21,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption, Top
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.cost.problem import Change, Sharding
 from dreamshard_planner.planning.given_plans import as_option, enumerated_as, sharding_of, tables_of
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.plans.comparison import stale_differences
@@ -29,7 +29,6 @@ from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInput
 from dreamshard_planner.plans.replan import Move, Replan
 from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
-from dreamshard_planner.search.states import Change
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, places_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import ranks_in_words, some_of

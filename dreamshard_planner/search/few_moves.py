@@ -5,7 +5,7 @@ Two walks. One starts from what lies now, and takes the move or swap of units th
 moves; the other one starts from a plan that was made afresh, and undoes what loses least for each byte that then stays.
 Returned is the Pareto front of all plans on the way, by bytes and cost.
 
-Shapes: Q trials, D ranks, U units of an option, N positions.
+Shapes: Q trials, T tables, D ranks, U units of an option, N positions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import compute_ms, overall_ms
-from dreamshard_planner.cost.problem import Cost, Sharding
+from dreamshard_planner.cost.problem import Change, Cost, Sharding
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, portion
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.search import descended
-from dreamshard_planner.search.states import Change
 
 Received = Callable[[int, int], np.ndarray]
 """Bytes that the ranks of a position would get, int64 [U, N], were a table sharded by this option."""
@@ -91,7 +90,6 @@ class _Walk:
         self._unit = max(1e-9, cost.overall_ms(fresh))
         self._known: dict[Change, int] = {}
         self._seen: dict[Sharding, Waypoint] = {}
-        self._single_P = cost.single_ms_P.numpy()
         self.restart(fresh)
         self.most_bytes = self._bytes
 
@@ -102,7 +100,7 @@ class _Walk:
     def restart(self, sharding: Sharding) -> None:
         """Go on from there."""
         self._state = ShardingState(self._cost, sharding, self._unit)
-        self._bytes = sum(self._bytes_of(self._state.now(table)) for table in range(self._problem.num_tables))
+        self._bytes = sum(self._bytes_of(self.sharding.now(table)) for table in range(self._problem.num_tables))
         self._note()
 
     def front(self) -> list[Waypoint]:
@@ -116,7 +114,7 @@ class _Walk:
     def back(self) -> None:
         """Undo all that memory allows, the cheapest for its bytes first."""
         while True:
-            trials = [[change] for table, change in self._kept.items() if change != self._state.now(table)]
+            trials = [[change] for table, change in self._kept.items() if change != self.sharding.now(table)]
             if not trials:
                 return
             overall_Q, _, bytes_Q = self._rated(trials)
@@ -169,51 +167,17 @@ class _Walk:
 
     def _more_bytes(self, trial: Sequence[Change]) -> int:
         """Return the bytes that move after a trial beyond those that move now."""
-        return sum(self._bytes_of(change) - self._bytes_of(self._state.now(change[0])) for change in trial)
+        return sum(self._bytes_of(change) - self._bytes_of(self.sharding.now(change[0])) for change in trial)
 
     def _candidates(self) -> Iterator[list[Change]]:
-        """Moves and swaps of units of the tables that burden the slowest rank, or exchange most."""
-        movable = self._movable(self._state.heaviest())
-        lightest = torch.argsort(self._state.device_ms_D, stable=True)[:LIGHTEST].tolist()
-        for table, unit in movable:
-            yield from ([self.sharding.move(table, unit, to)] for to in lightest if to != self._at(table, unit))
-        yield from self._swaps(movable)
-
-    def _movable(self, tables: Sequence[int]) -> list[tuple[int, int]]:
-        """Units of span 1 that may move, each behind its table."""
-        movable = []
-        for table in tables:
-            option = self._problem.tables[table][self.sharding.options[table]]
-            if option.span == 1:
-                movable += [(table, unit) for unit in range(option.units)]
-        return movable
-
-    def _at(self, table: int, unit: int) -> int:
-        return self.sharding.positions[table][unit]
-
-    def _swaps(self, movable: Sequence[tuple[int, int]]) -> Iterator[list[Change]]:
-        """Units of the slowest rank for lighter ones of other ranks, those first that level the two best."""
-        problem, load_D = self._problem, self._state.device_ms_D.numpy()
-        slowest = int(load_D.argmax())
-        every = self._movable(range(problem.num_tables))
-        here = [pair for pair in movable if self._at(*pair) == slowest]
-        there = [pair for pair in every if self._at(*pair) != slowest]
-        if not here or not there:
-            return
-        parts = [options[now].parts for options, now in zip(problem.tables, self.sharding.options, strict=True)]
-        weight_H, weight_T = (self._single_P[[parts[table][unit] for table, unit in some]] for some in (here, there))
-        room_T = load_D[slowest] - load_D[[self._at(*pair) for pair in there]]
-        shift_HT = weight_H[:, None] - weight_T
-        off_HT = np.where(shift_HT > 0, np.abs(shift_HT - room_T / 2), np.inf)
-        for index in np.argsort(off_HT, axis=None, kind="stable")[:MAX_SWAPS].tolist():
-            (one, unit), (other, its) = here[index // len(there)], there[index % len(there)]
-            if not np.isfinite(off_HT.flat[index]):
-                return
-            if one != other:
-                yield [
-                    self.sharding.move(one, unit, self._at(other, its)),
-                    self.sharding.move(other, its, self._at(one, unit)),
-                ]
+        """Moves of units of the tables that burden the slowest rank, or exchange most; and swaps with that rank."""
+        load_D, sharding = self._state.device_ms_D, self.sharding
+        lightest = torch.argsort(load_D, stable=True)[:LIGHTEST].tolist()
+        for table in self._state.heaviest():
+            if self._problem.tables[table][sharding.options[table]].span == 1:
+                for unit, at in enumerate(sharding.positions[table]):
+                    yield from ([sharding.move(table, unit, to)] for to in lightest if to != at)
+        yield from self._state.swaps(int(load_D.argmax()), lambda span_T: span_T == 1, MAX_SWAPS)
 
     def _rated(self, trials: Sequence[Sequence[Change]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the cost after each trial, with the slowest rank and with :meth:`_smooth`, infinite if memory does not

@@ -264,9 +264,8 @@ def prefer_cheaper_kernels(cost: Cost, sharding: Sharding) -> Sharding:
     used_DM = problem.taken(*problem.laid(sharding))
     for _, table, option in sorted(gains):
         changed = new.changed(table, option, new.positions[table])
-        with_it_DM = (
-            used_DM - problem.taken(*problem.laid(new, [table])) + problem.taken(*problem.laid(changed, [table]))
-        )
+        before_DM, after_DM = (problem.taken(*problem.laid_by([one.now(table)])[:2]) for one in (new, changed))
+        with_it_DM = used_DM - before_DM + after_DM
         if bool(((with_it_DM <= problem.limits_DM) | (with_it_DM <= used_DM)).all()):
             new, used_DM = changed, with_it_DM
     return new if new is sharding or cost.overall_ms(new) <= cost.overall_ms(sharding) else sharding

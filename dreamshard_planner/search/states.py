@@ -7,6 +7,7 @@ D ranks, G fused groups, C collectives, H latent channels, M limits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeVar
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dreamshard_planner.cost.collectives import Exchanges
 from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
-from dreamshard_planner.cost.problem import Cost
+from dreamshard_planner.cost.problem import Change, Cost
 
 DIGITS: Final = 5
 """Costs are compared after rounding to this many digits relative to the starting cost."""
@@ -35,15 +36,11 @@ def rounded(cost_ms: Tensor, unit: float) -> Tensor:
     return in_steps(cost_ms, unit) / 10**DIGITS
 
 
-Change = tuple[int, int, tuple[int, ...]]
-"""Table, option, and positions of the option's units."""
-
-
 @dataclass(frozen=True)
 class Tried:
     """Costs of a sharding after some trials."""
 
-    changes: list[list[Change]]
+    changes: Sequence[Sequence[Change]]
     """Changes of each trial."""
     overall_Q: Tensor
     """Cost in whole steps; infinite where memory does not allow it."""
@@ -67,8 +64,17 @@ class State:
 
     def __init__(self, cost: Cost, rank_BX: Tensor, part_X: Tensor | None = None) -> None:
         self.cost, self.problem = cost, cost.problem
+        self.add_up(rank_BX, part_X)
+
+    def add_up(self, rank_BX: Tensor, part_X: Tensor | None, changed_X: Tensor | None = None) -> None:
+        """Take all sums afresh, so that no rounding adds up; and the costs of groups, of all ranks or of those that
+        changed."""
+        cost = self.cost
         self.latent_DGH = cost.group_latents(rank_BX, part_X)
-        self.group_ms_DG = both_passes(cost.compute.group_cost_ms(self.latent_DGH))
+        if changed_X is None:
+            self.group_ms_DG = both_passes(cost.compute.group_cost_ms(self.latent_DGH))
+        else:
+            self.group_ms_DG[changed_X] = both_passes(cost.compute.group_cost_ms(self.latent_DGH[changed_X]))
         self.bytes_CD = cost.bytes_sent(rank_BX, part_X)
         self.free_DM = self.problem.limits_DM - self.problem.taken(rank_BX, part_X)
 
