@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dreamshard_planner.plans.replan import Replan as Replan
     from dreamshard_planner.plans.report import Report as Report
     from dreamshard_planner.search_space.placement_rules import PlacementRules as PlacementRules
-    from dreamshard_planner.torchrec_components.loop import JsonPlanLoader as JsonPlanLoader
+    from dreamshard_planner.torchrec_components.components import JsonPlanLoader as JsonPlanLoader
     from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers as attach_optimizers
     from dreamshard_planner.workload.statistics import TableStatistics as TableStatistics
     from dreamshard_planner.workload.tables import FeatureStatistics as FeatureStatistics
@@ -59,7 +59,7 @@ _HOMES = {
     "Explanation": "planning.explanation",
     "FeatureStatistics": "workload.tables",
     "FileError": "errors",
-    "JsonPlanLoader": "torchrec_components.loop",
+    "JsonPlanLoader": "torchrec_components.components",
     "MissingLibraryError": "errors",
     "Observation": "observing.observation",
     "ObservationError": "errors",

@@ -1,19 +1,25 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Components of TorchRec's loop by our costs and search: estimator, performance model, proposers and partitioner."""
+"""Components of TorchRec's loop (enumerate, propose, partition, rate, keep the best) by our costs and search; one run
+of the loop, and its plan loader."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
     Partitioner,
     PerfModel,
+    PlanLoader,
+    PlannerError,
     Proposer,
     ShardEstimator,
     ShardingOption,
@@ -21,18 +27,27 @@ from torchrec.distributed.planner.types import (
 )
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.planning.context import PlanRater
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.hot_rows.choice import choose_hot_rows, dedup_notes
+from dreamshard_planner.planning.context import PlanRater, RatedPlan
+from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.ranks import PlannedRanks
-from dreamshard_planner.planning.search_plan import SearchSettings, place_proposal
+from dreamshard_planner.planning.remembered import LEAST_GAIN, Remembered, Replacement
+from dreamshard_planner.planning.result import ChosenPlan, signatures
+from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.report import Note, ReportEntry, noted
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import Deadline
-from dreamshard_planner.search_space.options import set_perf
+from dreamshard_planner.search_space.options import perf_of, set_perf, set_ranks
 from dreamshard_planner.support.torch_state import neutral, single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
 
 TIE_WEIGHT = 1e-6
 """Weight of the compute of all ranks, which decides between plans with equally slow bottlenecks. TorchRec keeps the
 first of them, even if it moves tables to slower memory for nothing."""
+PATIENCE = 20
+"""Proposals without a gain, one after the other, at which TorchRec's greedy proposers end."""
 
 
 @neutral()
@@ -160,3 +175,241 @@ class DreamShardPartitioner(Partitioner):
             placed = place_proposal(context, proposal, storage_constraint, settings, quickly=self._quickly)
         placed.read.assign(placed.sharding)
         return proposal
+
+
+def kept_baseline(
+    model: ModelProblem, plan: Sequence[ShardingOption], theirs: Sequence[ShardingOption] | None
+) -> Replacement | None:
+    """Return TorchRec's plan if the searched one is predicted to gain less than costs can tell; else None.
+
+    Without statistics both planners assume one lookup per sample of each feature. Plans that these costs rate alike
+    then differ in steps by chance, either way: see ``benchmarks/results/training-steps.md``.
+
+    Args:
+        model: the planned one.
+        plan: the searched plan.
+        theirs: TorchRec's plan; None without one that fits.
+    """
+    settings = model.settings
+    guessed = settings.cost_source != "torchrec" and not any(
+        settings.tells_lookups(option.name, feature)
+        for option in plan
+        for feature in model.context.reader.declared(option).features
+    )
+    least = (LEAST_GAIN if guessed else 0.0) if settings.least_gain is None else settings.least_gain
+    if theirs is None or least == 0.0 or signatures(theirs) == signatures(plan):
+        return None
+    baseline, searched = model.rated(theirs), model.rated(plan)
+    gain = 1 - searched.total_ms / max(baseline.total_ms, 1e-9)
+    if gain >= least:
+        return None
+    text = (
+        f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * gain):.2f} %, less "
+        f"than the {100 * least:.3g} % of least_gain"
+    )
+    if settings.least_gain is None:
+        text += ", since lookups per sample are guessed; statistics would tell which plan is better"
+    note = Note("search", text, {"gain": gain, "least_gain": least})
+    return Replacement(baseline.options, note, ReportEntry.of("searched", searched.costs))
+
+
+class JsonPlanLoader(PlanLoader):
+    """Loads a file of ``DreamShardPlanner.save_plan`` instead of planning: ``DreamShardPlanner(plan_loader=...)``.
+
+    It works on every release of TorchRec that the package accepts. The file is read on the rank that plans. A plan for
+    other tables, ranks, memory, batch size or constraints is refused with ``PlannerError``, which names the difference.
+    Statistics, bandwidths, cost source, seed and versions may differ; the report then says so.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        loaded: the plan of the file, once it was found to fit.
+
+    Example::
+
+        loader = JsonPlanLoader("plan.json") if Path("plan.json").exists() else None
+        planner = DreamShardPlanner(batch_size=512, plan_loader=loader)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.loaded: SavedPlan | None = None
+        self.options: list[ShardingOption] = []
+        """Options of the file."""
+        self._matched: Callable[[SavedPlan], dict[int, ShardingOption]] | None = None
+
+    def bind(self, matched: Callable[[SavedPlan], dict[int, ShardingOption]]) -> None:
+        """Set the planner's function that returns a file's options by storage hash, or refuses the file."""
+        self._matched, self.loaded, self.options = matched, None, []
+
+    def load(self) -> dict[int, ShardingOption]:
+        """See ``PlanLoader.load``.
+
+        Raises:
+            PlanError: the file can't be read.
+            PlannerError: the plan is stale.
+            DreamShardError: the planner is another one, which cannot recognise a stale plan.
+        """
+        if self._matched is None:
+            raise DreamShardError(
+                f"{self.path}: JsonPlanLoader needs DreamShardPlanner, which can tell whether the plan still fits; "
+                "plan with it, and give its ShardingPlan to any DistributedModelParallel"
+            )
+        saved = SavedPlan.load(self.path)
+        options = self._matched(saved)
+        self.loaded, self.options = saved, list(options.values())
+        return options
+
+    def plan_context_hash(self) -> None:
+        """Return None, since :meth:`load` checks more than a hash."""
+        return None
+
+    def get_plan_id(self) -> str:
+        """Return the path, for TorchRec's log."""
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class GivenComponents:
+    """TorchRec's components that the user gave; None for ours."""
+
+    enumerator: Enumerator | None = None
+    proposers: list[Proposer] | None = None
+    partitioner: Partitioner | None = None
+    perf_model: PerfModel | None = None
+
+
+class SearchLoop:
+    """Components of one run of TorchRec's loop, and the plan that is made of the loop's.
+
+    Args:
+        model: the problem of the module.
+        given: components to use instead of ours.
+        plan_loader: of the planner; ours is bound to this problem.
+        falls_back: whether TorchRec's plan is taken if ours gains too little.
+        remembered: observed plans of the model's tables.
+
+    Attributes:
+        proposers, partitioner, perf_model: the components of the loop.
+    """
+
+    def __init__(
+        self,
+        model: ModelProblem,
+        given: GivenComponents,
+        plan_loader: PlanLoader | None,
+        falls_back: bool,
+        remembered: Remembered | None,
+    ) -> None:
+        context, settings = model.context, model.settings
+        self.model, self._given, self._falls_back, self._remembered = model, given, falls_back, remembered
+        self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
+        if self._loader is not None:
+            self._loader.bind(model.matched)
+        self.perf_model = given.perf_model or DreamShardPerfModel(context)
+        own: list[Proposer] = [SearchProposer(self._proposal)]
+        if given.perf_model is not None:  # it may like a plan of TorchRec's better than ours
+            own += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
+        self.proposers = given.proposers or own
+        self._settings = SearchSettings(settings.search, settings.seed)
+        many = given.proposers is not None or given.perf_model is not None
+        ours = DreamShardPartitioner(context, self._settings, settings.seconds, quickly=many)
+        self.partitioner = given.partitioner or ours
+
+    def _search(self) -> SearchSettings:
+        """Return the settings of a search that starts now."""
+        return replace(self._settings, deadline=Deadline(self.model.settings.seconds))
+
+    @cached_property
+    def found(self) -> SearchedPlan:
+        """Outcome of the search over all options; raises PlannerError if constraints leave a table no option."""
+        options = copy.deepcopy(self.model.searched)
+        return search_plan(self.model.context, options, self.model.left, self._search())
+
+    def _proposal(self) -> list[ShardingOption]:  # a lambda would not pickle
+        return self.found.proposal
+
+    def chosen(self, plan: list[ShardingOption], proposals: int) -> ChosenPlan:
+        """Return the plan that the user's callbacks get for TorchRec's best plan.
+
+        TorchRec takes only the shards of a loaded plan; load factors and promotions come from the file. TorchRec's own
+        plan is taken if ours gains too little. The best of many proposals is searched again in full.
+
+        Args:
+            plan: TorchRec's best plan.
+            proposals: number of partitioned proposals; 0 if the plan was loaded.
+        """
+        if self._loader is not None:
+            self._estimate(self._loader.options)
+            return ChosenPlan(self._loader.options, {}, loaded=self._loader.loaded)
+        model, given = self.model, self._given
+        is_placed = given.partitioner is None and proposals > 0
+        found = self.found if given.proposers is None and proposals else None
+        searched: SearchedPlan | RatedPlan | None = found
+        replacements: list[Replacement] = []
+        notes: list[Note] = []
+        if not is_placed:
+            placed = f"placed by the {type(self.partitioner).__name__} that was given"
+            how = f"the plan was {placed if proposals else 'loaded by plan_loader'}"
+            notes += noted("search", [how if found else f"{how}; no other was searched for"])
+            searched = None
+        elif found is not None and found.torchrec is not None:
+            notes += found.torchrec.notes()
+        if given != GivenComponents():
+            if is_placed:
+                plan, again = self._searched_again(plan)
+                searched = found or again
+        elif found is not None:
+            kept = kept_baseline(model, plan, found.baseline) if self._falls_back else None
+            plan, replacements = (plan, []) if kept is None else (kept.options, [kept])
+            if self._remembered is not None and (observed := self._remembered.kept(model, plan)) is not None:
+                plan, replacements = observed.options, [*replacements, observed]
+        notes += [other.note for other in replacements]
+        if model.settings.hot_rows_bytes:
+            hot_rows = choose_hot_rows(model, plan, model.settings.hot_rows_bytes)
+            plan = list(hot_rows.options)
+            notes.append(hot_rows.note())
+        self._estimate(plan)
+        notes += dedup_notes(model, plan)
+        if given.perf_model is not None and proposals:
+            text = (
+                f"plans were rated by the {type(self.perf_model).__name__} that was given, not by the costs shown "
+                f"here: {proposals} proposals"
+            )
+            notes.append(Note("search", text))
+        rivals = [one.searched for one in replacements if one.searched is not None]
+        return ChosenPlan(
+            plan,
+            signatures(plan),
+            notes,
+            rivals=(*(() if searched is None else searched.rivals), *rivals),
+            result=None if searched is None else searched.result,
+            is_placed=is_placed,
+            excludes=is_placed and given.enumerator is None and model.settings.exact_training,
+        )
+
+    def _estimate(self, plan: list[ShardingOption]) -> None:
+        """Set memory and our costs, which TorchRec's statistics and callbacks read; a given enumerator's stay."""
+        self.model.context.complete(plan)
+        stay = self._given.enumerator is not None
+        bare = [option for option in plan if not stay or None in perf_of(option)]
+        DreamShardEstimator(self.model.context).estimate(bare)
+
+    def _searched_again(self, plan: list[ShardingOption]) -> tuple[list[ShardingOption], RatedPlan | None]:
+        """Search ranks in full for the best of many quickly placed proposals.
+
+        Returns:
+            The plan with these ranks, or as it was if the performance model rates them no better; and the outcome of
+            the search, None if it found no room without the proposal's own ranks.
+        """
+        again = copy.deepcopy(plan)
+        for option in again:
+            set_ranks(option, None)
+        try:
+            with single_thread():
+                placed = place_proposal(self.model.context, again, self.model.left, self._search())
+        except PlannerError:
+            return plan, None
+        placed.read.assign(placed.sharding)
+        return (again if self.perf_model.rate(again) < self.perf_model.rate(plan) else plan), placed

@@ -26,7 +26,7 @@ from torchrec.distributed.types import CacheParams
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import RW, TW
-from dreamshard_planner.torchrec_components.loop import JsonPlanLoader
+from dreamshard_planner.torchrec_components.components import JsonPlanLoader
 
 CUSTOM = "customized_kernel"
 FORWARD_MS, BACKWARD_MS, PREFETCH_MS = 1.0, 2.0, 4.0
