@@ -113,7 +113,7 @@ class Task:
         if self.tables[0].optimizer != "rowwise_adagrad":
             theirs = EmbeddingEnumerator(self.topology, LOCAL_BATCH, known)
             planners[SAME_SLICES] = DreamShardPlanner(**ours, enumerator=theirs)
-        reader = OptionReader(known, TableStatistics(features), optimizers_attached=True)
+        reader = OptionReader(known, TableStatistics(features))
         rater = PlanRater(PlannedRanks.of(self.topology), reader)
         plans = {}
         for name, planner in planners.items():

@@ -65,7 +65,7 @@ from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search.effort import DEFAULT_EFFORT
 from dreamshard_planner.search_space.constraints import given_constraints
-from dreamshard_planner.search_space.input_checks import checked_sharders
+from dreamshard_planner.search_space.modules import checked_sharders
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.formatting import checked, first_of
@@ -539,7 +539,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return explain(self._model(), self._last().plan if plan is None else plan, rank)
 
     def _warn_of_lost_optimizers(self, model: ModelProblem, plan: Sequence[ShardingOption]) -> None:
-        for lost in lost_optimizers(plan, model.context.reader, self._topology.compute_device):
+        for lost in lost_optimizers(model, plan):
             warnings.warn(lost, stacklevel=4)
 
     def _last(self, what: str = "plan") -> PlanResult:

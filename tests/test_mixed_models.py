@@ -8,13 +8,14 @@ rated worse than its rivals, and there wherever TorchRec's planner has a plan.
 import math
 
 import pytest
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.planning.given_plans import check_room
 from dreamshard_planner.planning.remembered import LEAST_GAIN
+from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import CACHING, CW, DP, GRID, RW, TWCW, TWRW, broken, inexact
 from tests.mixed_models import MixedCase, mixed_case
@@ -140,7 +141,8 @@ def check_constraints(case: MixedCase, planner: DreamShardPlanner, options, seed
             asked = CacheParams(load_factor=option.cache_load_factor) if sized else given.cache_params
             assert option.cache_params == asked, where
         owner = TableModule(option.path, module, sharder)
-        facts = ShardableTable(owner, option.name, option.tensor).facts(case.topology.compute_device)
+        table = ShardableTable(owner, option.name, option.tensor)
+        facts = AllowedTypes(case.topology).facts(table, ParameterConstraints())
         assert broken(kind, facts) is None, where
         assert named is not None or not case.settings["exact_training"] or inexact(kind, facts) is None, where
         copies = case.topology.world_size if kind == DP else 1

@@ -43,16 +43,17 @@ from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableSharding
 from dreamshard_planner.plans.report import Report
-from dreamshard_planner.problem.parts import impossible_types
-from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.constraints import (
-    AllowedTypes,
-    PlanningConstraints,
-    constraints_by_name,
-    planning_constraints,
+from dreamshard_planner.problem.reader import OptionReader, check_topology
+from dreamshard_planner.search_space.allowed_types import AllowedTypes
+from dreamshard_planner.search_space.constraints import PlanningConstraints, constraints_by_name, planning_constraints
+from dreamshard_planner.search_space.modules import (
+    ShardableTable,
+    doubtful_tables,
+    names_of_others,
+    shardable_tables,
+    unsharded_modules,
+    without_weights,
 )
-from dreamshard_planner.search_space.input_checks import check_topology, doubtful_inputs, unused_names
-from dreamshard_planner.search_space.modules import ShardableTable, shardable_tables, unsharded_modules, without_weights
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.usable_options import mixed_exchanges
@@ -109,17 +110,16 @@ class ModelProblem:
         """
         topology = ranks.topology
         check_topology(topology)
-        tables = shardable_tables(module, sharders)
+        statistics, tables = settings.statistics, shardable_tables(module, sharders, settings.statistics)
         settings = replace(settings, constraints=constraints_by_name(tables, settings.constraints))
-        statistics, given = settings.statistics, settings.constraints
-        doubtful = doubtful_inputs(module, tables, statistics, topology.compute_device, given)
+        of_others, is_doubtful = names_of_others(module, tables, settings.constraints)
+        doubtful = [of_others] if of_others and is_doubtful else []
+        doubtful += doubtful_tables(tables, topology.compute_device, settings.constraints)
         legal = None
         if settings.placement_rules is not None:
-            legal = LegalRanks.of(settings.placement_rules, tables, topology, statistics)
+            legal = LegalRanks.of(settings.placement_rules, tables, topology)
         constraints = planned_constraints(settings, ranks, tables, legal)
-        reader = OptionReader(
-            constraints, statistics, sharders, legal, settings.optimizers_attached, in_groups=ranks.groups > 1
-        )
+        reader = OptionReader(constraints, statistics, sharders, legal)
         context = PlanRater(ranks, reader, settings.cost_source, constraints, sharders)
         skeleton = without_weights(module, sharders)
         try:
@@ -140,6 +140,9 @@ class ModelProblem:
             ) from None
         made = enumerator or context.enumerator(settings.batch_size)
         search_space = made.enumerate(module, [*sharders])
+        features = [feature for table in tables for feature in table.feature_names]
+        unused = [statistics.unused(features) if statistics is not None and tables else None]
+        unused += [None if is_doubtful else of_others]
         if enumerator is not None:
             context.complete(search_space, with_perf=True)
         return cls(
@@ -151,7 +154,7 @@ class ModelProblem:
             legal=legal,
             reservation=reservation,
             doubtful=(*doubtful, *doubtful_bandwidths(topology)),
-            unused=unused_names(module, tables, given, statistics),
+            unused=tuple(filter(None, unused)),
             unsharded=tuple(unsharded_modules(module, sharders)),
             enumerator=made,
             search_space=search_space,
@@ -166,6 +169,11 @@ class ModelProblem:
     def left_out(self) -> dict[str, dict[str, str]]:
         """Sharding types that each table may not take, with reasons, by its fully qualified name."""
         return {} if self.context.constraints is None else self.context.constraints.left_out
+
+    def training_change(self, option: ShardingOption) -> str | None:
+        """Return why a table trains differently than a whole one by the type of an option, or None."""
+        changes = {} if self.context.constraints is None else self.context.constraints.changes
+        return changes.get(fqn_of(option), {}).get(option.sharding_type)
 
     @cached_property
     def searched(self) -> list[ShardingOption]:
@@ -325,16 +333,12 @@ def planned_constraints(
     settings: PlannerSettings, ranks: PlannedRanks, tables: Sequence[ShardableTable], legal: LegalRanks | None
 ) -> PlanningConstraints:
     """Return the constraints of every table under some settings."""
-    topology = ranks.topology
     allowed = AllowedTypes(
-        topology.compute_device,
+        ranks.topology,
         sharding_types=settings.sharding_types,
         exact_training=settings.exact_training,
         optimizers_attached=settings.optimizers_attached,
         in_groups=ranks.groups > 1,
-        has_ssd=any(device.storage.ssd > 0 for device in topology.devices),
         legal=legal,
-        ranks=topology.world_size,
-        impossible=impossible_types(topology),
     )
-    return planning_constraints(tables, settings.constraints, settings.statistics, allowed)
+    return planning_constraints(tables, settings.constraints, allowed)

@@ -25,7 +25,7 @@ from dreamshard_planner.search_space.enumeration import sharding_only
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs, same_option, type_of
 from dreamshard_planner.search_space.replica_rules import DENSE_KERNELS
-from dreamshard_planner.search_space.sharding_types import DENSE, in_host_memory, inexact, memory_of
+from dreamshard_planner.search_space.sharding_types import DENSE, REPLICAS_OF_GROUPS, in_host_memory, memory_of
 from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.support.torch_state import neutral, single_thread
 from dreamshard_planner.workload.counting import in_smaller_batches
@@ -150,12 +150,11 @@ def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[No
     return (Note("assumption", text, figures),) if host_bytes > here_bytes else ()
 
 
-def training_notes(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> list[str]:
+def training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> list[str]:
     """Return a sentence per sharding type and reason on tables that train differently than whole ones."""
     changed: dict[tuple[str, str], list[str]] = {}
     for option in plan:
-        reason = inexact(option.sharding_type, reader.facts(option, compute_device))
-        if reason is not None:
+        if reason := model.training_change(option):
             changed.setdefault((option.sharding_type, reason), []).append(fqn_of(option))
     return [
         f"{first_of(sorted(tables), NAMED)}: {kind} trains differently than a whole table, {reason}"
@@ -175,13 +174,14 @@ def missing_optimizers(plan: Sequence[ShardingOption], reader: OptionReader) -> 
     )
 
 
-def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> tuple[str, ...]:
+def lost_optimizers(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[str, ...]:
     """Return a warning for each way in which the plan takes an in-backward optimizer away from tables."""
-    trained = [option for option in plan if reader.in_backward(option)]
+    trained = [option for option in plan if model.context.reader.in_backward(option)]
+    kept = (None, REPLICAS_OF_GROUPS.text)
     replicated = [
         fqn_of(option)
         for option in trained
-        if type_of(option).is_replicated and not reader.facts(option, compute_device).replicas_follow
+        if type_of(option).is_replicated and model.training_change(option) not in kept
     ]
     cut = (option for option in trained if not type_of(option).is_replicated)
     dense = [fqn_of(option) for option in cut if option.compute_kernel == DENSE]
@@ -222,7 +222,7 @@ class _WiderSpace:
     @classmethod
     def of(cls, model: ModelProblem, **settings: Any) -> _WiderSpace:
         """Widen the options of a model by changed settings."""
-        tables = shardable_tables(model.skeleton, model.sharders)
+        tables = shardable_tables(model.skeleton, model.sharders, model.settings.statistics)
         constraints = planned_constraints(replace(model.settings, **settings), model.ranks, tables, model.legal)
         known: Mapping[str, ParameterConstraints] = model.context.constraints or {}
         exact = {name: set(constraint.sharding_types or ()) for name, constraint in known.items()}

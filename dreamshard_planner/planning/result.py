@@ -18,7 +18,7 @@ from dreamshard_planner.plans.comparison import differences
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.search.search import SearchResult
-from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
+from dreamshard_planner.search_space.allowed_types import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.options import fqn_of, ranks_of, refused
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.support.formatting import first_of
@@ -136,7 +136,6 @@ def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPl
 
 def _model_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
     """Return notes on any plan of the model: its assumptions, and oddities of the module and its inputs."""
-    device = model.ranks.topology.compute_device
     unsharded = [repr(path) if path else "the model itself" for path in model.unsharded]
     uneven = [fqn for fqn, why in model.left_out.items() if TW in why and UNEVEN_OUTPUTS in why.values()]
     return (
@@ -150,7 +149,7 @@ def _model_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[N
             [f"{len(unsharded)} embedding module(s) have no sharder and are not in the plan: {first_of(unsharded)}"]
             * bool(unsharded),
         ),
-        *noted("training", training_notes(plan, model.context.reader, device)),
+        *noted("training", training_notes(model, plan)),
         *noted(
             "table",
             [f"{len(uneven)} table(s) ({first_of(uneven)}) may only lie on all ranks: {UNEVEN_OUTPUTS}"] * bool(uneven),

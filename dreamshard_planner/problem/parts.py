@@ -21,6 +21,7 @@ from torchrec.distributed.types import CacheParams, CommOp, ModuleSharder
 from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Collective, CollectiveModel, bag_bytes
 from dreamshard_planner.cost.problem import Problem, Sharding
 from dreamshard_planner.cost.roofline import DENSE_PASSES
+from dreamshard_planner.search_space.allowed_types import impossible_types
 from dreamshard_planner.search_space.modules import exchange_codecs, output_type
 from dreamshard_planner.search_space.options import (
     cannot_lie_so,
@@ -35,7 +36,6 @@ from dreamshard_planner.search_space.options import (
 )
 from dreamshard_planner.search_space.sharding_types import (
     FUSED,
-    SHARDING_TYPES,
     Ranks,
     ShardingTypeSpec,
     fuses_as,
@@ -271,13 +271,6 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         repr(getattr(option, "key_value_params", None)) if key_value else None,
         option.shards[0].size[1] if table.prefetched or key_value else None,
     )
-
-
-def impossible_types(topology: Topology) -> dict[str, str]:
-    """Return the sharding types that the topology rules out, and why: TorchRec forms groups of whole hosts only."""
-    ranks, host = topology.world_size, topology.intra_group_size
-    of_hosts = [kind for kind, spec in SHARDING_TYPES.items() if spec.span == "host"]
-    return dict.fromkeys(of_hosts, f"{ranks} ranks are no whole number of hosts of {host}") if ranks % host else {}
 
 
 def num_ranks(ranks: Ranks, topology: Topology) -> int:

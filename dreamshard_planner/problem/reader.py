@@ -7,15 +7,24 @@ into parts and units, and names the collectives that carry their outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.planner.constants import POOLING_FACTOR
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Topology,
+)
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
@@ -38,12 +47,11 @@ from dreamshard_planner.problem.parts import (
     units_of,
     wire_bytes,
 )
-from dreamshard_planner.search_space.constraints import constraint_of
-from dreamshard_planner.search_space.input_checks import available_bytes, check_per_feature, needed_bytes, per_feature
+from dreamshard_planner.search_space.constraints import check_per_feature, constraint_of, per_feature
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, tower_refused, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.sharding_types import CACHING, DENSE, TableFacts, in_host_memory, memory_of, serves
+from dreamshard_planner.search_space.sharding_types import CACHING, DENSE, in_host_memory, memory_of, serves
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.hot_rows import without_rows
@@ -58,6 +66,8 @@ from dreamshard_planner.workload.tables import (
     workloads_of,
 )
 
+MAX_BYTES = 2**50
+"""Most bytes of a memory that is a limit; sums of thousands fit into int64. A part that takes more does not fit."""
 SCALE_BYTES = 4
 """Bytes of the scale and the bias of a quantized row, 16 bits each."""
 
@@ -76,8 +86,6 @@ class OptionReader:
         statistics: workload statistics by feature name; they take precedence over pooling factors.
         sharders: give fused parameters and quantized communication.
         legal: ranks that tables may have; all by default.
-        optimizers_attached: whether replicas of data-parallel tables have their in-backward optimizers.
-        in_groups: whether the ranks form several sharding groups.
     """
 
     def __init__(
@@ -86,12 +94,9 @@ class OptionReader:
         statistics: TableStatistics | None = None,
         sharders: Iterable[ModuleSharder[nn.Module]] = (),
         legal: LegalRanks | None = None,
-        optimizers_attached: bool = False,
-        in_groups: bool = False,
     ) -> None:
         self._constraints = constraints or {}
         self._statistics: Mapping[str, FeatureStatistics] = statistics or {}
-        self._optimizers_attached, self._in_groups = optimizers_attached, in_groups
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
         self._legal = legal
         self._owners: dict[nn.Module, TableModule] = {}
@@ -197,12 +202,6 @@ class OptionReader:
 
     def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
         return self._shardable(option).owner.fused_params(option.output_dtype)
-
-    def facts(self, option: ShardingOption, compute_device: str) -> TableFacts:
-        """Return the facts that decide how the option's sharding type changes the training of its table."""
-        return self._shardable(option).facts(
-            compute_device, option.output_dtype, attached=self._optimizers_attached, in_groups=self._in_groups
-        )
 
     def in_backward(self, option: ShardingOption) -> bool:
         """Return whether the option's table was given an in-backward optimizer, which it may lose."""
@@ -364,3 +363,33 @@ class OptionReader:
             for name in dict.fromkeys(self._feature_names(option))
             if (reason := self._why_unplaced(option, self._statistics.get(name)))
         )
+
+
+def check_topology(topology: Topology) -> None:
+    """Raise PlannerError if there are no ranks, or, naming the rank, if a memory is no number of bytes."""
+    if not topology.devices:
+        raise PlannerError("the topology has no ranks: give Topology a world_size from 1", PlannerErrorType.OTHER)
+    for rank, device in enumerate(topology.devices):
+        for kind in MEMORY_KINDS:
+            size = getattr(device.storage, kind.lower())
+            if not (isinstance(size, Real) and math.isfinite(size)):
+                raise PlannerError(
+                    f"rank {rank} of the topology has {size!r} bytes of {kind}: give a whole number, or one as large "
+                    f"as {MAX_BYTES:,} (2**50) where memory is no limit",
+                    PlannerErrorType.OTHER,
+                )
+
+
+def available_bytes(topology: Topology) -> Tensor:
+    """Return the memory of every device, int64 [D, M]; negative if the reservation exceeds it."""
+    check_topology(topology)
+    sizes = [[getattr(device.storage, kind.lower()) for kind in MEMORY_KINDS] for device in topology.devices]
+    return torch.tensor(
+        [[int(min(max(size, -MAX_BYTES), MAX_BYTES)) for size in row] for row in sizes], dtype=torch.int64
+    )
+
+
+def needed_bytes(shards: Sequence[Shard]) -> Tensor:
+    """Return the memory that every shard needs, int64 [P, M]."""
+    needs = [[min(getattr(shard.storage, kind.lower()), 2 * MAX_BYTES) for kind in MEMORY_KINDS] for shard in shards]
+    return torch.tensor(needs, dtype=torch.int64).view(-1, len(MEMORY_KINDS))

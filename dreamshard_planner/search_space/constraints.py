@@ -1,174 +1,29 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Constraints for planning: one value per feature, the allowed sharding types, and reasons against all others.
-
-Types are left out by the sharder, the user, the topology, placement rules, TorchRec's defects, or exact training.
-"""
+"""Constraints of users, checked, and made into one per table with a value per feature, for TorchRec's estimates."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from numbers import Real
+from typing import Any
 
 import torch
-from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
-from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS, GUARDED_SHARDING_TYPES_FOR_FP_MODULES
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.planner.utils import sharder_name
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
-from dreamshard_planner.search_space.input_checks import (
-    PER_FEATURE,
-    check_constraint,
-    check_per_feature,
-    check_shared,
-    per_feature,
-)
-from dreamshard_planner.search_space.modules import ShardableTable, exchange_codecs, is_mean, output_type
+from dreamshard_planner.search_space.allowed_types import AllowedTypes, keep_means_apart, usable_kernels, usable_types
+from dreamshard_planner.search_space.modules import ShardableTable, output_type
 from dreamshard_planner.search_space.options import refused, tower_refused
-from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.sharding_types import (
-    KERNELS,
-    KEY_VALUE,
-    LATE_MEANS,
-    MIXED_MEAN,
-    SHARDING_TYPES,
-    TW,
-    broken,
-    in_host_memory,
-    inexact,
-    is_known,
-    serves,
-)
-from dreamshard_planner.support.formatting import nearest
-from dreamshard_planner.workload.counting import in_smaller_batches
-from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics
+from dreamshard_planner.support.formatting import checked
 
-NOT_OFFERED = "the sharder does not offer it"
-NO_SUCH_TYPE = "there is no such type"
-UNEVEN_OUTPUTS = (
-    "ranks without such a table would send float32 and others the table's output_dtype, which TorchRec cannot exchange "
-    "(leave output_dtype out, quantize the exchange by the sharder's qcomm_codecs_registry, or name the type in the "
-    "table's constraint)"
-)
-"""Reason against types that leave some rank without the table, if it puts out another type than float32."""
 DEFAULT = "*"
 """Key of the constraint of all tables without one of their own."""
-
-
-@dataclass(frozen=True)
-class ModuleTraits:
-    """Properties of a module that its tables share, from statistics and constraints."""
-
-    varied_batches: bool = False
-    """True if batch sizes vary by feature."""
-    weighted_batches: bool = False
-    """True if batches carry weights of lookups."""
-    whole_on_all_ranks: bool = False
-    """True if its tables have one output type and are at least twice as many as the ranks, so that whole tables leave
-    no rank without one; a plan that does so is refused."""
-
-
-@dataclass(frozen=True)
-class AllowedTypes:
-    """Sharding types that the planner's settings allow for any table."""
-
-    compute_device: str
-    sharding_types: Sequence[str] | None = None
-    """TorchRec's names of the types to use; None for all."""
-    exact_training: bool = True
-    """True to leave out types that change a table's training, unless its constraint names them or nothing else is
-    left by its sharder and its constraint's kernels."""
-    optimizers_attached: bool = False
-    """True if optimizers are attached to the replicas of data-parallel tables, some of which then train exactly."""
-    in_groups: bool = False
-    """True for several sharding groups (2D parallelism)."""
-    has_ssd: bool = True
-    """True if the topology has SSDs, without which TorchRec leaves ``key_value`` out."""
-    legal: LegalRanks | None = None
-    """Ranks that placement rules allow; None for all."""
-    ranks: int = 1
-    """Number of ranks that exchange outputs."""
-    impossible: Mapping[str, str] = field(default_factory=dict)
-    """Sharding types that the topology leaves no place for, and why."""
-
-    def left_out(
-        self, table: ShardableTable, constraint: ParameterConstraints, traits: ModuleTraits | None = None
-    ) -> dict[str, str]:
-        """Return the sharding types that a table may not take by the kernels of its constraint, and why."""
-        traits = traits or ModuleTraits()
-        supported = table.sharder.sharding_types(self.compute_device)
-        named = constraint.sharding_types or None
-        facts = table.facts(
-            self.compute_device,
-            constraint.output_dtype,
-            attached=self.optimizers_attached,
-            in_groups=self.in_groups,
-            varied_batches=bool(constraint.batch_sizes) or traits.varied_batches,
-            weighted_batches=bool(constraint.is_weighted) or traits.weighted_batches,
-        )
-        exchanges = self.ranks > 1 and not exchange_codecs(table.sharder)
-        output = output_type(table.owner.fused_params(constraint.output_dtype))
-        uneven = facts.quantized is None and exchanges and output != torch.float32
-        ruled_out = {**self.impossible, **(self.legal.left_out(table.fqn) if self.legal else {})}
-        processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
-
-        def reason(kind: str) -> str | None:
-            if kind not in supported:
-                return NOT_OFFERED if kind in SHARDING_TYPES else NO_SUCH_TYPE + nearest(kind, SHARDING_TYPES)
-            if kind not in SHARDING_TYPES:
-                return "the planner does not know it"
-            if named is not None and kind not in named:
-                return "its constraint's sharding_types leave it out"
-            if self.sharding_types is not None and kind not in self.sharding_types:
-                return "the planner's sharding_types leave it out"
-            if why := ruled_out.get(kind) or broken(kind, facts):
-                return why
-            if not self._offers(table, kind, constraint):
-                kernels = table.sharder.compute_kernels(kind, self.compute_device)
-                return f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
-            if named is not None:
-                return None
-            if SHARDING_TYPES[kind].only_named and kind not in (self.sharding_types or ()):
-                return "the table's constraint or the planner's sharding_types must name it"
-            if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
-                return "the constraint of a table with feature processors must name it"
-            if uneven and SHARDING_TYPES[kind].span != "world" and not (traits.whole_on_all_ranks and kind == TW):
-                return UNEVEN_OUTPUTS
-            return None
-
-        kinds = sorted({*SHARDING_TYPES, *supported, *(named or ())})
-        left_out = {kind: why for kind in kinds if (why := reason(kind))}
-        differ = {kind: why for kind in kinds if kind not in left_out and (why := inexact(kind, facts))}
-        # A sharder, or kernels of a constraint, that leave nothing else are consent as a constraint's types are.
-        nothing_else = not any(
-            self._offers(table, kind, constraint) and not inexact(kind, facts) for kind in SHARDING_TYPES
-        )
-        if self.exact_training and named is None and not nothing_else:
-            left_out |= {
-                kind: f"{why} (name it in the table's constraint, or plan with exact_training=False)"
-                for kind, why in differ.items()
-            }
-        for kind, spec in SHARDING_TYPES.items():
-            if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
-                left_out[kind] = f"it runs as {spec.runs_as}"
-        return left_out
-
-    def _offers(self, table: ShardableTable, kind: str, constraint: ParameterConstraints) -> bool:
-        """Return whether the table's sharder offers the type with a kernel that its constraint allows."""
-        if kind not in table.sharder.sharding_types(self.compute_device):
-            return False
-        kernels, named = table.sharder.compute_kernels(kind, self.compute_device), constraint.compute_kernels
-        return not named or not set(kernels).isdisjoint(named)
-
-
-def reasons_in_words(left_out: Mapping[str, str]) -> str:
-    """Group types by reason, as "column_wise, row_wise: the sharder does not offer it"."""
-    kinds: dict[str, list[str]] = {}
-    for kind, reason in sorted(left_out.items()):
-        kinds.setdefault(reason, []).append(kind)
-    return "; ".join(f"{', '.join(of_one)}: {reason}" for reason, of_one in kinds.items())
+MAX_PER_SAMPLE = 2**40
+"""Most lookups or poolings per sample, or samples per batch, of one feature."""
+PER_FEATURE = ("pooling_factors", "num_poolings", "batch_sizes")
+"""Fields of a constraint with a value per feature."""
 
 
 class PlanningConstraints(dict[str, ParameterConstraints]):
@@ -178,6 +33,8 @@ class PlanningConstraints(dict[str, ParameterConstraints]):
         super().__init__(constraints)
         self.left_out: dict[str, dict[str, str]] = {}
         """Sharding types that a table may not take, and why, by its fully qualified name."""
+        self.changes: dict[str, dict[str, str]] = {}
+        """Sharding types that change a table's training, allowed or not, and why, by its fully qualified name."""
         self.torchrec_lengths: dict[str, list[float]] = {}
         """Pooling factors that TorchRec itself counts, by table name, if they are fewer than the features."""
 
@@ -234,216 +91,130 @@ def constraints_by_name(
 
 
 def planning_constraints(
-    tables: Sequence[ShardableTable],
-    constraints: Mapping[str, ParameterConstraints] | None,
-    statistics: TableStatistics | None,
-    allowed: AllowedTypes,
+    tables: Sequence[ShardableTable], given: Mapping[str, ParameterConstraints] | None, allowed: AllowedTypes
 ) -> PlanningConstraints:
-    """Copy the constraints, one per table, with allowed types and one value per feature, for TorchRec's estimates.
+    """Copy constraints, one per table, with allowed types and one value per feature, for TorchRec's estimates.
 
-    A feature's pooling factor comes from ``statistics``, else from the constraint, else from TorchRec's default.
-
-    Args:
-        tables: of the model.
-        constraints: of the user, by table name.
-        statistics: per feature.
-        allowed: types for any table.
+    A feature's pooling factor comes from its statistics, else from the constraint, else from TorchRec's default.
 
     Raises:
         PlannerError: no type is left for a table, a number is impossible, lengths do not match the features, or a table
             is in an embedding tower.
     """
+    expanded = PlanningConstraints(given or {})
+    by_name: dict[str, list[ShardableTable]] = {}
+    outputs: dict[str, list[torch.dtype]] = {}
     for table in tables:
         if isinstance(table.module, EmbeddingTower | EmbeddingTowerCollection):
             raise tower_refused(table.fqn)
-    traits = _module_traits(tables, constraints or {}, statistics or {}, allowed.ranks)
-    expanded = PlanningConstraints(constraints or {})
-    by_name: dict[str, list[ShardableTable]] = {}
-    for table in tables:
         by_name.setdefault(table.name, []).append(table)
+        output_dtype = getattr(expanded.get(table.name), "output_dtype", None)
+        outputs.setdefault(table.path, []).append(output_type(table.owner.fused_params(output_dtype)))
+    enough = 2 * allowed.topology.world_size  # whole tables of a type leave no rank without one; a plan is checked
+    everywhere = {path for path, types in outputs.items() if len(types) >= enough and len({*types}) == 1}
+    planned: list[ShardableTable] = []
     for name, namesakes in by_name.items():  # TorchRec looks up one constraint for all tables of a name
-        constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
+        constraint = copy.copy(expanded.get(name)) or ParameterConstraints()
         check_constraint(constraint, namesakes[0])  # also of tables that are left out, which memory is reserved for
-        if constraint.device_group and constraint.device_group != allowed.compute_device:
+        if constraint.device_group and constraint.device_group != allowed.topology.compute_device:
             continue
         for table in namesakes:
-            kernels = _usable_kernels(table, constraint, allowed.compute_device, allowed.has_ssd)
+            kernels = usable_kernels(table, constraint, allowed.topology)
         constraint.compute_kernels = kernels
-        left_out = {one.fqn: allowed.left_out(one, constraint, traits[one.path]) for one in namesakes}
-        expanded.left_out |= left_out
-        constraint.sharding_types = _usable_types(left_out, constraint.sharding_types or allowed.sharding_types)
-        known = any(feature in (statistics or {}) for one in namesakes for feature in one.feature_names)
+        for table in namesakes:
+            reasons = allowed.reasons(table, constraint, table.path in everywhere)
+            expanded.left_out[table.fqn], expanded.changes[table.fqn] = reasons
+        left_out = {table.fqn: expanded.left_out[table.fqn] for table in namesakes}
+        constraint.sharding_types = usable_types(left_out, constraint.sharding_types or allowed.sharding_types)
+        known = any(feature in table.owner.counted for table in namesakes for feature in table.feature_names)
         # TorchRec wants as many of these as pooling factors.
         each = known or constraint.num_poolings or constraint.batch_sizes
         if not each and len(constraint.pooling_factors or ()) == 1:
             expanded.torchrec_lengths[name] = constraint.pooling_factors
-        if len({len(one.feature_names) for one in namesakes}) > 1:
-            check_shared(constraint, namesakes)
-        elif features := namesakes[0].feature_names:
-            # Tables of one name and other features have no statistics here, and the reader adds these.
-            alike = all(one.feature_names == features for one in namesakes)
-            _fill_per_feature(constraint, name, features, statistics if alike and statistics else {})
+        _fill_per_feature(constraint, namesakes)
         expanded[name] = constraint
-    _keep_means_apart([table for table in tables if table.name in expanded], expanded)
+        planned += namesakes
+    keep_means_apart(planned, expanded, expanded.left_out)
     return expanded
 
 
-def _fill_per_feature(
-    constraint: ParameterConstraints, name: str, features: Sequence[str], known: Mapping[str, FeatureStatistics]
-) -> None:
-    """Set one value per feature in a table's constraint."""
-    given = per_feature(constraint.pooling_factors, len(features), name, "pooling_factors")
-    constraint.pooling_factors = [
-        known[feature].pooling_factor if feature in known else factor
-        for feature, factor in zip(features, given, strict=True)
-    ]
-    check_per_feature(constraint.pooling_factors, name, f"pooling factors of {list(features)}")
-    for what in ("num_poolings", "batch_sizes"):
-        if values := getattr(constraint, what):
-            setattr(constraint, what, per_feature(values, len(features), name, what))
-
-
-def _module_traits(
-    tables: Iterable[ShardableTable],
-    constraints: Mapping[str, ParameterConstraints],
-    statistics: Mapping[str, FeatureStatistics],
-    ranks: int,
-) -> dict[str, ModuleTraits]:
-    """Return the traits of every module, by its path."""
-    known: dict[str, dict[str, FeatureStatistics]] = {}
-    outputs: dict[str, list[torch.dtype]] = {}
-    for table in tables:
-        counted = {name: statistics[name] for name in table.feature_names if name in statistics}
-        known.setdefault(table.path, {}).update(counted)
-        given = constraints.get(table.name)
-        params = table.owner.fused_params(None if given is None else given.output_dtype)
-        outputs.setdefault(table.path, []).append(output_type(params))
-    return {
-        path: ModuleTraits(
-            varied_batches=bool(in_smaller_batches(features)),
-            weighted_batches=any(one.weighted for one in features.values()),
-            whole_on_all_ranks=len(outputs[path]) >= 2 * ranks and len({*outputs[path]}) == 1,
-        )
-        for path, features in known.items()
-    }
-
-
-def _keep_means_apart(tables: Sequence[ShardableTable], constraints: PlanningConstraints) -> None:
-    """Leave out types that break mean pooling in a module, in place; PlannerError if none is left for a table."""
-    modules: dict[str, list[ShardableTable]] = {}
-    for table in tables:
-        modules.setdefault(table.path, []).append(table)
-    for members in modules.values():
-        fqns = {table.name: table.fqn for table in members}
-        types = {table.name: constraints[table.name].sharding_types for table in members}
-        if None in types.values():
-            continue  # of another device
-        means = [table.name for table in members if is_mean(table.config)]
-        never_in_rows = [name for name, kinds in types.items() if LATE_MEANS.isdisjoint(kinds)]
-        narrowed = without_mixed_means(types, means)
-        if never_in_rows:
-            why = f"{MIXED_MEAN}, and table {fqns[never_in_rows[0]]!r} may be neither"
-        else:
-            why = f"{MIXED_MEAN} (sharding_types=['row_wise'] in its constraint puts all tables of the module in rows)"
-        for name, kept in narrowed.items():
-            if not kept:
+def check_constraint(constraint: ParameterConstraints, table: ShardableTable) -> None:
+    """Raise PlannerError, naming the table, for impossible values of a constraint."""
+    for what in PER_FEATURE:
+        check_per_feature(getattr(constraint, what) or (), table.name, what)
+    for what in ("sharding_types", "compute_kernels"):
+        if isinstance(one := getattr(constraint, what), str):
+            raise refused(f"table {table.fqn!r}: {what} of its constraint are a list, got {one!r}: give [{one!r}]")
+        for given in one or ():
+            if not isinstance(given, str):
                 raise refused(
-                    f"no sharding type is left for table {fqns[name]!r} of {types[name]}: {MIXED_MEAN}. Allow "
-                    "whole tables in ParameterConstraints.sharding_types of the module's mean-pooled tables, or those "
-                    "two types for all of its tables."
+                    f"table {table.fqn!r}: {what} of its constraint are strings, got {given!r}"
+                    + (f": give {given}.value" if isinstance(given, Enum) else "")
                 )
-            constraints[name].sharding_types = kept
-            constraints.left_out[fqns[name]].update((kind, why) for kind in types[name] or () if kind not in kept)
+    if constraint.min_partition is not None:
+        checked(f"table {table.fqn!r}: min_partition", constraint.min_partition, 0, error=refused)
+    share: Any = constraint.cache_params and constraint.cache_params.load_factor
+    if share is not None and not (isinstance(share, Real) and 0 < float(share) <= 1):
+        raise refused(
+            f"table {table.fqn!r}: load_factor of its constraint's cache_params must be a share of its rows, above 0, "
+            f"up to 1, got {share!r}"
+        )
 
 
-def without_mixed_means(types: Mapping[str, Collection[str]], means: Collection[str]) -> dict[str, list[str]]:
-    """Return types of a module's tables that are compatible in any combination, see ``MIXED_MEAN``.
-
-    If a mean-pooled table may only be in blocks of rows, all tables are; otherwise no mean-pooled table is. A list may
-    be empty.
-
-    Args:
-        types: allowed types of each table by itself.
-        means: tables with mean pooling.
-    """
-    kept = {name: list(kinds) for name, kinds in types.items()}
-    if len(types) == 1:
-        return kept
-    if any(LATE_MEANS.issuperset(types[name]) for name in means):
-        return {name: [kind for kind in kinds if kind in LATE_MEANS] for name, kinds in kept.items()}
-    return kept | {name: [kind for kind in kept[name] if kind not in LATE_MEANS] for name in means}
+def check_per_feature(values: Sequence[float], table: str, what: str) -> None:
+    """Raise PlannerError, naming the table, if a value is no number or out of bounds."""
+    if not isinstance(values, Iterable):
+        raise refused(f"table {table!r}: {what} must be a list, one number per feature, got {values!r}")
+    for value in values:
+        if not (isinstance(value, Real) and 0 <= value <= MAX_PER_SAMPLE):
+            raise refused(
+                f"table {table!r}: {what} must be numbers from 0 to {MAX_PER_SAMPLE:,}, got {value!r}; they count per "
+                "sample and feature (batch_sizes: samples of a rank's batch)"
+            )
+        if what == "batch_sizes" and (value < 1 or value % 1):
+            raise refused(f"table {table!r}: batch_sizes must be whole numbers from 1, got {value!r}")
 
 
-def _usable_kernels(
-    table: ShardableTable, constraint: ParameterConstraints, compute_device: str, has_ssd: bool
-) -> list[str] | None:
-    """Return the compute kernels that sharder, device and constraint allow a table.
-
-    Unknown kernels are used if they are named or the sharder offers no others. None stands for TorchRec's own choice,
-    since TorchRec's statistics list all constrained tables.
+def per_feature(values: Sequence[float], count: int, table: str, what: str) -> list[float]:
+    """Return one value per feature; a single value holds for all.
 
     Raises:
-        PlannerError: there are none, because of the sharder or the constraint.
+        PlannerError: lengths do not match, or a value is no number or out of bounds.
     """
-    sharder = table.sharder
-    types = sharder.sharding_types(compute_device)
-    told = {kernel for kind in types for kernel in sharder.compute_kernels(kind, compute_device)}
-    # Managed collisions' sharders offer kernels of GPUs on CPUs as well.
-    offered = {kernel for kernel in told if compute_device != "cpu" or not in_host_memory(kernel)}
-    if not offered:
-        of_gpus = f"kernels {sorted(told)}, which need GPUs," if told else "no kernel"
-        what = of_gpus if types else "no sharding type"
-        raise refused(
-            f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers {what} on {compute_device}"
-        )
-    # A sharder of trained tables that offers a kernel of quantized ones, or the other way round, cannot mean it.
-    quantized = isinstance(sharder, BaseQuantEmbeddingSharder)
-    fitting = {kernel for kernel in offered if serves(kernel) == quantized or not is_known(kernel)}
-    if not fitting:
-        raise refused(
-            f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
-            f"others on {compute_device}, and they are for tables that are {'trained' if quantized else 'quantized'}. "
-            "Give the sharder's kernels for its own tables."
-        )
-    named = constraint.compute_kernels
-    if not named:
-        unasked = {kernel for kernel in fitting & KERNELS.keys() if not KERNELS[kernel].store}
-        if unasked and unasked == told - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS}:
-            return None
-        return sorted(unasked or fitting)
-    usable = {kernel for kernel in named if has_ssd or kernel != KEY_VALUE}
-    if not usable & fitting:
-        why = "" if has_ssd or KEY_VALUE not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
-        raise refused(
-            f"table {table.fqn!r} may only use compute kernels {sorted(set(named))}, and {type(sharder).__name__} "
-            f"offers {sorted(offered)} on {compute_device}{why}. Allow another one in its "
-            "ParameterConstraints.compute_kernels."
-        )
-    return sorted(usable)
-
-
-def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str] | None) -> list[str]:
-    """Return the types that all tables of one name may use, sorted.
-
-    Args:
-        left_out: types and reasons by table.
-        named: types in their constraint, else those of the planner.
-
-    Raises:
-        PlannerError: none is left; gives all reasons.
-    """
-    usable = sorted(kind for kind in SHARDING_TYPES if not any(kind in reasons for reasons in left_out.values()))
-    if usable:
-        return usable
-    tables = " and ".join(repr(fqn) for fqn in sorted(left_out))
-    reasons = {
-        kind: reason
-        for of_table in left_out.values()
-        for kind, reason in of_table.items()
-        if kind in (named or SHARDING_TYPES) and (named or reason != NOT_OFFERED)
-    }
+    check_per_feature(values, table, what)
+    if len(values) == count:
+        return list(values)
+    if len(values) == 1:
+        return list(values) * count
     raise refused(
-        f"no sharding type is left for table {tables} ({reasons_in_words(reasons) or 'the sharder offers none'}). "
-        "Allow another one in the planner's sharding_types and the table's ParameterConstraints, or another kernel in "
-        "its compute_kernels."
+        f"table {table!r} serves {count} features, but its constraints give {len(values)} {what}: {list(values)}. "
+        "Give one per feature."
     )
+
+
+def _fill_per_feature(constraint: ParameterConstraints, namesakes: Sequence[ShardableTable]) -> None:
+    """Set one value per feature in the constraint of tables of one name.
+
+    Raises:
+        PlannerError: values do not fit; if the tables differ in their number of features, they can share pooling
+            factors alone.
+    """
+    first, counts = namesakes[0], {len(table.feature_names) for table in namesakes}
+    features = first.feature_names
+    for what in PER_FEATURE:
+        values = getattr(constraint, what)
+        if len(counts) == 1 and features and (values or what == "pooling_factors"):
+            setattr(constraint, what, per_feature(values, len(features), first.name, what))
+        elif len(counts) > 1 and values and (what != "pooling_factors" or len(values) not in {1, *counts}):
+            raise refused(
+                f"tables {sorted(table.fqn for table in namesakes)} have one name and {sorted(counts)} features: the "
+                f"constraint of {first.name!r} cannot give them {what} {list(values)}. Rename one of the tables."
+            )
+    # Tables of one name and other features have no statistics here, and the reader adds these.
+    if features and all(table.feature_names == features for table in namesakes):
+        known = first.owner.counted
+        constraint.pooling_factors = [
+            known[feature].pooling_factor if feature in known else factor
+            for feature, factor in zip(features, constraint.pooling_factors, strict=True)
+        ]
+        check_per_feature(constraint.pooling_factors, first.name, f"pooling factors of {list(features)}")

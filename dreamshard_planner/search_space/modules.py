@@ -1,10 +1,10 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Tables that TorchRec would shard, with facts from their modules and sharders."""
+"""Tables that TorchRec would shard, with facts from their modules and sharders, and what is hardly meant of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeGuard
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.fused_params import FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_PARAM
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_sparse_type
+from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype, data_type_to_sparse_type
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
@@ -26,9 +27,22 @@ from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.quant.embedding_modules import MODULE_ATTR_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_ATTRIBUTE
 
-from dreamshard_planner.search_space.replica_rules import replicas_follow
-from dreamshard_planner.search_space.sharding_types import Quantized, TableFacts
-from dreamshard_planner.torchrec_components.compat import grid_takes_varied_batches, optimizer_name, sharder_of_tables
+from dreamshard_planner.search_space.sharding_types import (
+    CPU_OPTIMIZERS,
+    CPU_OUTPUTS,
+    CPU_WEIGHTS,
+    SHARDING_TYPES,
+    Quantized,
+)
+from dreamshard_planner.support.formatting import some_of
+from dreamshard_planner.torchrec_components.compat import optimizer_name, sharder_of_tables
+from dreamshard_planner.workload.counting import in_smaller_batches
+from dreamshard_planner.workload.tables import FeatureStatistics
+
+DIM_STEP = 4
+"""FBGEMM's kernels read four columns at once."""
+MAX_MEANT_DIM = 8192
+"""Most columns of embeddings; beyond, rows and dim have probably changed places."""
 
 
 def table_configs(module: nn.Module, deep: bool = True) -> dict[str, Any]:
@@ -121,11 +135,29 @@ class TableModule:
     """Fully qualified name of the module."""
     module: nn.Module
     sharder: ModuleSharder[nn.Module] | None
+    statistics: Mapping[str, FeatureStatistics] = field(default_factory=dict)
+    """By feature, of any model."""
 
     @cached_property
     def configs(self) -> dict[str, Any]:
         """Configs of its tables by name, see :func:`table_configs`."""
         return table_configs(self.module)
+
+    @cached_property
+    def counted(self) -> dict[str, FeatureStatistics]:
+        """Statistics of its features, if they are known."""
+        names = (name for config in self.configs.values() for name in config.feature_names)
+        return {name: self.statistics[name] for name in names if name in self.statistics}
+
+    @cached_property
+    def varied_batches(self) -> bool:
+        """True if batch sizes are known to vary by feature."""
+        return bool(in_smaller_batches(self.counted))
+
+    @cached_property
+    def weighted_batches(self) -> bool:
+        """True if batches are known to carry weights of lookups."""
+        return any(feature.weighted for feature in self.counted.values())
 
     @cached_property
     def is_weighted(self) -> bool:
@@ -197,39 +229,13 @@ class ShardableTable:
         apart = (self.sharder.fused_params or {}).get(SPLIT_PARAM, getattr(self.module, SPLIT_ATTRIBUTE, False))
         return Quantized(bool(apart), self.parameter.shape[1] == getattr(self.config, "embedding_dim", None))
 
-    def facts(
-        self,
-        compute_device: str,
-        output_dtype: DataType | None = None,
-        *,
-        attached: bool = False,
-        in_groups: bool = False,
-        varied_batches: bool = False,
-        weighted_batches: bool = False,
-    ) -> TableFacts:
-        """Return the facts that decide which sharding types the table may have.
 
-        Args:
-            compute_device: of the topology.
-            output_dtype: of the table's constraint.
-            attached, in_groups, varied_batches, weighted_batches: see :class:`TableFacts`.
-        """
-        given = self.owner.fused_params(output_dtype)
-        return TableFacts(
-            compute_device=compute_device,
-            optimizer=optimizer_name(self.parameter, given),
-            weight_bytes=self.parameter.dtype.itemsize,
-            is_mean=is_mean(self.config),
-            is_weighted=weighted_batches or self.owner.is_weighted,
-            is_sequence=self.owner.is_sequence,
-            bag_mode=self.module.mode if isinstance(self.module, nn.EmbeddingBag) else None,
-            attached=attached,
-            replicas_follow=attached and replicas_follow(self.parameter, given, self.module),
-            quantized=self.quantized,
-            varied_batches=varied_batches,
-            grid_takes_varied_batches=grid_takes_varied_batches(),
-            in_groups=in_groups,
-        )
+def checked_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> list[ModuleSharder[nn.Module]]:
+    """Return the sharders; TypeError for a single one, or for classes instead of their objects."""
+    given = list(sharders) if isinstance(sharders, Iterable) else None
+    if given is None or any(isinstance(one, type) for one in given):
+        raise TypeError(f"sharders must be a list of objects, as [EmbeddingBagCollectionSharder()], got {sharders!r}")
+    return given
 
 
 def unsharded_modules(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> list[str]:
@@ -247,8 +253,12 @@ def unsharded_modules(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Mod
     return sorted(found)
 
 
-def shardable_tables(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> list[ShardableTable]:
-    """Return every table of ``module`` that has a sharder."""
+def shardable_tables(
+    module: nn.Module,
+    sharders: Iterable[ModuleSharder[nn.Module]],
+    statistics: Mapping[str, FeatureStatistics] | None = None,
+) -> list[ShardableTable]:
+    """Return every table of ``module`` that has a sharder, with statistics by feature."""
     by_name = {sharder_name(sharder.module_type): sharder for sharder in sharders}
     found, queue = [], [("", module)]
     while queue:
@@ -257,6 +267,105 @@ def shardable_tables(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Modu
         if sharder is None:
             queue += [(f"{path}.{name}" if path else name, grandchild) for name, grandchild in child.named_children()]
             continue
-        owner = TableModule(path, child, sharder)
+        owner = TableModule(path, child, sharder, statistics or {})
         found += [ShardableTable(owner, *named) for named in sharder.shardable_parameters(child).items()]
     return found
+
+
+def names_of_others(
+    module: nn.Module, tables: Sequence[ShardableTable], constraints: Mapping[str, ParameterConstraints] | None
+) -> tuple[str | None, bool]:
+    """Tell which constraints match no table of the model, sharded or not, or None; and whether none matches."""
+    known = {table.name for table in tables} | table_configs(module).keys()
+    known |= {f"{path}.{name}" for path, child in module.named_modules() for name in table_configs(child, deep=False)}
+    unknown = [name for name in constraints or {} if name not in known]
+    if not unknown or not known:
+        return None, False
+    text = (
+        f"constraints for tables that the model does not have: {some_of(unknown, known)}; a key is the table's own "
+        "name, its fully qualified name, or '*' for all tables without a key"
+    )
+    return text, len(unknown) == len(constraints or {})
+
+
+def doubtful_tables(
+    tables: Sequence[ShardableTable],
+    compute_device: str,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+) -> list[str]:
+    """Tell what is hardly meant of tables: dims that kernels refuse or that are too large, ids beyond their rows, what
+    CPU kernels cannot train, a constraint for another device, a module in two places."""
+    named: dict[str, list[str]] = {}
+    """Tables of each reason."""
+    paths: dict[int, str] = {}
+    for table in tables:
+        if (path := paths.setdefault(id(table.module), table.path)) != table.path:
+            again = f"is also in {path!r}, the same module, which TorchRec shards once: costs and memory count it twice"
+            named.setdefault(again, []).append(table.fqn)
+        constraint = (constraints or {}).get(table.name, ParameterConstraints())
+        for reason in _doubts(table, compute_device, constraint):
+            named.setdefault(reason, []).append(table.fqn)
+    return [
+        f"table {first!r}{f' (and {len(others)} more)' if others else ''} {reason}"
+        for reason, (first, *others) in named.items()
+    ]
+
+
+def _doubts(table: ShardableTable, compute_device: str, constraint: ParameterConstraints) -> Iterator[str]:
+    """Tell what is hardly meant of one table."""
+    if (group := constraint.device_group or compute_device) != compute_device:
+        yield (
+            f"is left out: the device_group of its constraint is {group!r}, the topology's device {compute_device!r}, "
+            "and TorchRec shards no module without one of its tables"
+        )
+    rows, dim = table.parameter.shape
+    dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes
+    if compute_device == "cuda" and dim % DIM_STEP:
+        yield (
+            f"has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}, such as "
+            f"{-(-dim // DIM_STEP) * DIM_STEP}"
+        )
+    if compute_device == "cpu":
+        yield from _unrunnable_on_cpu(table, constraint)
+    if dim > MAX_MEANT_DIM:
+        yield f"has {rows:,} rows of dim {dim:,}: perhaps these have changed places"
+    counted = {} if table.owner.remaps_ids else table.owner.counted
+    for name in table.feature_names:
+        ids = counted[name].ids if name in counted else None
+        if ids is not None and ids.end > rows:
+            yield (
+                f"has {rows:,} rows, and statistics of its feature {name!r} count ids up to {ids.end - 1:,}: they may "
+                "be of another table, or FBGEMM reads row 0 instead"
+            )
+
+
+def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) -> Iterator[str]:
+    """Tell why FBGEMM's CPU kernels cannot train a table under its constraint."""
+    if not table.parameter.is_floating_point():
+        return
+    declared = getattr(table.config, "data_type", None)  # a collection holds bfloat16 tables as float16 until sharded
+    dtype = table.parameter.dtype if declared is None else data_type_to_dtype(declared)
+    weights, known = str(dtype).removeprefix("torch."), ", ".join(CPU_OPTIMIZERS)
+    if weights not in CPU_WEIGHTS:
+        yield (
+            f"has weights of {weights}, and FBGEMM's CPU kernels train "
+            f"{' and '.join(CPU_WEIGHTS)}: set data_type in its config, or train it on GPUs"
+        )
+    types = constraint.sharding_types
+    if types and all(kind in SHARDING_TYPES and SHARDING_TYPES[kind].is_replicated for kind in types):
+        return  # without fused kernels
+    params = table.owner.fused_params(constraint.output_dtype)
+    output = str(output_type(params)).removeprefix("torch.")
+    if output not in CPU_OUTPUTS:
+        yield (
+            f"has outputs of {output}, and FBGEMM's fused kernels on CPUs give "
+            f"{' and '.join(CPU_OUTPUTS)}: leave output_dtype out of its constraint and its sharder's fused_params, or "
+            "train it on GPUs"
+        )
+    optimizer = optimizer_name(table.parameter, params)
+    if optimizer not in CPU_OPTIMIZERS:
+        yield (
+            f"has the in-backward optimizer {optimizer}, and FBGEMM's CPU kernels have {known}: "
+            "DistributedModelParallel would end in an AssertionError. Apply one of these, or train it on "
+            "GPUs"
+        )

@@ -26,8 +26,6 @@ from dreamshard_planner.search_space.modules import ShardableTable
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import checked, nearest, ranks_in_words
-from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,6 @@ class LegalRanks:
         rules: PlacementRules,
         tables: Sequence[ShardableTable],
         topology: Topology,
-        statistics: TableStatistics | None = None,
     ) -> LegalRanks:
         """Apply rules to a model.
 
@@ -133,7 +130,6 @@ class LegalRanks:
             rules: of the user.
             tables: of the model.
             topology: its ranks.
-            statistics: by feature; other features count as one lookup per sample.
 
         Raises:
             PlannerError: a rule names an unknown table or rank, or one table by several names; or no ranks are left.
@@ -147,7 +143,7 @@ class LegalRanks:
             for fqn in fqns[name]:
                 allowed[fqn] = allowed.get(fqn, frozenset(ranks)) & frozenset(given)
         together, apart = (tuple(_members(group, fqns) for group in groups) for groups in (rules.together, rules.apart))
-        _settle(allowed, together, apart, _shares(tables, statistics or {}), topology.world_size)
+        _settle(allowed, together, apart, _shares(tables), topology.world_size)
         legal = cls(topology.world_size, topology.intra_group_size, allowed, together, apart)
         legal._check_apart()
         return legal
@@ -225,12 +221,13 @@ class LegalRanks:
                 raise refused(f"the {len(group)} tables {list(group)} cannot be apart: they have {union} to share")
 
 
-def _shares(tables: Sequence[ShardableTable], statistics: Mapping[str, FeatureStatistics]) -> dict[str, float]:
-    """Return each table's share of all bytes or of all columns read, whichever is larger."""
+def _shares(tables: Sequence[ShardableTable]) -> dict[str, float]:
+    """Return each table's share of all bytes or of all columns read, whichever is larger; features without statistics
+    count as one lookup per sample."""
 
     def lookups(table: ShardableTable) -> float:
-        features = table.feature_names
-        return sum(statistics[name].pooling_factor if name in statistics else 1.0 for name in features)
+        known = table.owner.counted
+        return sum(known[name].pooling_factor if name in known else 1.0 for name in table.feature_names)
 
     size = {table.fqn: float(table.parameter.numel() * table.parameter.element_size()) for table in tables}
     work = {table.fqn: lookups(table) * table.parameter.shape[1] for table in tables}

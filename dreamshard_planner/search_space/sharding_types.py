@@ -430,7 +430,7 @@ SHARDING_TYPES = {
         kernels=(DENSE,),
         broken=(BAGS_OF_MEANS, DENSE_SEQUENCES, VARIED_BATCHES),
         broken_cuts=(TOO_WIDE,),
-        inexact=(OPTIMIZER_OUTSIDE, REPLICAS_OF_GROUPS, HALF_REPLICAS, REPLICAS_DIFFER),
+        inexact=(OPTIMIZER_OUTSIDE, HALF_REPLICAS, REPLICAS_DIFFER, REPLICAS_OF_GROUPS),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,
     ),

@@ -33,7 +33,7 @@ from dreamshard_planner import (
     TableStatistics,
 )
 from dreamshard_planner.errors import InputWarning
-from dreamshard_planner.search_space.input_checks import MAX_PER_SAMPLE, PER_FEATURE
+from dreamshard_planner.search_space.constraints import MAX_PER_SAMPLE, PER_FEATURE
 
 
 def on(table: str = "t0", **constraint: Any) -> dict[str, dict[str, ParameterConstraints]]:

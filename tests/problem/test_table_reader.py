@@ -16,11 +16,12 @@ from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
+from dreamshard_planner.search_space.allowed_types import AllowedTypes
+from dreamshard_planner.search_space.constraints import planning_constraints
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
-WHOLE_ALONE = AllowedTypes("cpu", ("table_wise",))
+WHOLE_ALONE = AllowedTypes(topology(1), ("table_wise",))
 
 
 def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -> None:
@@ -28,7 +29,7 @@ def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -
     model = nn.ModuleDict({"sparse": collection(*tables)})
     given = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0, 4.0]), "b": ParameterConstraints()}
     statistics = TableStatistics({"a_f1": FeatureStatistics(30.0), "c_f0": FeatureStatistics(0.0)})
-    expanded = planning_constraints(shardable_tables(model, SHARDERS), given, statistics, WHOLE_ALONE)
+    expanded = planning_constraints(shardable_tables(model, SHARDERS, statistics), given, WHOLE_ALONE)
     assert expanded["a"].pooling_factors == [2.0, 30.0, 4.0]
     assert expanded["b"].pooling_factors == [1.0, 1.0]
     assert expanded["c"].pooling_factors == [0.0]
@@ -58,7 +59,7 @@ def test_tables_of_one_name_share_their_sharding_types() -> None:
     sharders = [*SHARDERS, EmbeddingCollectionSharder()]
     rules = {"t": ParameterConstraints(sharding_types=["table_column_wise", "row_wise"])}  # one for each
     with pytest.raises(PlannerError, match="no sharding type is left for table 'a.t' and 'b.t'") as caught:
-        planning_constraints(shardable_tables(model, sharders), rules, None, AllowedTypes("cpu"))
+        planning_constraints(shardable_tables(model, sharders), rules, AllowedTypes(topology()))
     assert "row_wise" in str(caught.value) and "table_column_wise" in str(caught.value)
 
 
@@ -66,7 +67,7 @@ def test_options_become_workloads() -> None:
     plain = table("a", features=2), table("b", data_type=DataType.FP16), table("c", pooling=PoolingType.MEAN)
     model = nn.ModuleDict({"plain": collection(*plain), "weighted": collection(table("d", dim=32), weighted=True)})
     constraints = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 3.0], batch_sizes=[64, 16])}
-    expanded = planning_constraints(shardable_tables(model, SHARDERS), constraints, None, WHOLE_ALONE)
+    expanded = planning_constraints(shardable_tables(model, SHARDERS), constraints, WHOLE_ALONE)
     options = EmbeddingEnumerator(topology(4), batch_size=64, constraints=expanded).enumerate(model, SHARDERS)
     reader = OptionReader(expanded, None, SHARDERS)
     by_name = {workload.name: workload for workload in reader.workloads(options, topology(4))}
@@ -98,7 +99,7 @@ def test_options_become_workloads() -> None:
 
 
 def workloads_and_problem(model: nn.Module, sharders, constraints=None):
-    expanded = planning_constraints(shardable_tables(model, sharders), constraints, None, WHOLE_ALONE)
+    expanded = planning_constraints(shardable_tables(model, sharders), constraints, WHOLE_ALONE)
     options = EmbeddingEnumerator(topology(), batch_size=64, constraints=expanded).enumerate(model, sharders)
     context = PlanRater(PlannedRanks.of(topology()), OptionReader(expanded, None, sharders))
     return context.reader.workloads(options, topology()), context.read(options).problem

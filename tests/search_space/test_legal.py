@@ -22,7 +22,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import FeatureStatistics, ShardingGroups, TableStatistics
-from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
+from dreamshard_planner.search_space.allowed_types import AllowedTypes
+from dreamshard_planner.search_space.constraints import planning_constraints
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.replica_rules import in_backward_arguments, why_not_replicas
 from dreamshard_planner.search_space.sharding_types import (
@@ -79,7 +80,7 @@ def test_modules_that_bring_an_optimizer_train_with_it(optimizer: type, exact: b
     """Their tables have no mark of it; data-parallel does not take it away."""
     tables, sharders = [table("t", 100, 512)], [FusedEmbeddingBagCollectionSharder()]
     module = FusedEmbeddingBagCollection(tables, optimizer, {"lr": 0.1}, device=torch.device("meta"))
-    known = planning_constraints(shardable_tables(module, sharders), None, None, AllowedTypes("cuda"))
+    known = planning_constraints(shardable_tables(module, sharders), None, AllowedTypes(topology(device="cuda")))
     assert ("column_wise" in known["t"].sharding_types) == exact
     named = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
     with warnings.catch_warnings():

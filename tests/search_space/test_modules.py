@@ -19,8 +19,12 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
 
-from dreamshard_planner.search_space.input_checks import doubtful_inputs
-from dreamshard_planner.search_space.modules import exchange_codecs, shardable_tables, without_weights
+from dreamshard_planner.search_space.modules import (
+    doubtful_tables,
+    exchange_codecs,
+    shardable_tables,
+    without_weights,
+)
 from dreamshard_planner.search_space.sharding_types import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS
 from dreamshard_planner.torchrec_components.compat import sharder_of_tables
 from tests.counted import counted
@@ -67,11 +71,11 @@ def test_ids_that_itep_maps_to_rows_are_not_doubted() -> None:
     inside = collection(table("t", 10_000))
     statistics = counted({"t_f0": (torch.full((64,), 10), torch.arange(20_000)[-640:])}, 64)
     model = nn.Sequential(inside)
-    doubts = doubtful_inputs(model, shardable_tables(model, SHARDERS), statistics, "cuda")
+    doubts = doubtful_tables(shardable_tables(model, SHARDERS, statistics), "cuda")
     assert [doubt for doubt in doubts if "10,000 rows" in doubt]
     pruned = nn.Sequential(ITEPEmbeddingBagCollection(inside, GenericITEPModule({"t": 20_000})))
-    tables = shardable_tables(pruned, [ITEPEmbeddingBagCollectionSharder()])
-    assert doubtful_inputs(pruned, tables, statistics, "cuda") == ()
+    tables = shardable_tables(pruned, [ITEPEmbeddingBagCollectionSharder()], statistics)
+    assert doubtful_tables(tables, "cuda") == []
 
 
 def managed_sequence(buckets: int = 2) -> nn.Module:
@@ -121,7 +125,7 @@ def test_a_module_in_two_places_is_warned_of() -> None:
     model = nn.ModuleDict(
         {tower: nn.ModuleDict({"bags": shared}) for shared in [collection(table("t"))] for tower in "ab"}
     )
-    (doubt,) = doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cuda")
+    (doubt,) = doubtful_tables(shardable_tables(model, SHARDERS), "cuda")
     assert doubt.startswith("table 'a.bags.t' is also in 'b.bags', the same module, which TorchRec shards once")
 
 
@@ -144,12 +148,12 @@ def test_tables_that_cpu_kernels_cannot_train_are_warned_of(
     optimizer: type, data_type: DataType, says: str | None
 ) -> None:
     model = collection(table("t", data_type=data_type), table("o", data_type=data_type), optimizer=optimizer)
-    assert doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cuda") == ()
-    doubts = doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cpu")
+    assert doubtful_tables(shardable_tables(model, SHARDERS), "cuda") == []
+    doubts = doubtful_tables(shardable_tables(model, SHARDERS), "cpu")
     assert len(doubts) == (says is not None)
     assert all("table 't' (and 1 more) has" in doubt and str(says) in doubt for doubt in doubts)
     replicated = dict.fromkeys("to", ParameterConstraints(sharding_types=["data_parallel"]))
-    doubts = doubtful_inputs(model, shardable_tables(model, SHARDERS), None, "cpu", replicated)
+    doubts = doubtful_tables(shardable_tables(model, SHARDERS), "cpu", replicated)
     assert len(doubts) == (data_type is DataType.BF16)
 
 
@@ -178,6 +182,6 @@ def test_outputs_that_cpu_kernels_cannot_give_are_warned_of(by_sharder: bool) ->
     params = {"output_dtype": SparseType.BF16 if by_sharder else SparseType.FP16}
     sharders = [EmbeddingBagCollectionSharder(fused_params=params)]
     constraints = {} if by_sharder else {"t": ParameterConstraints(output_dtype=DataType.BF16)}
-    assert doubtful_inputs(model, shardable_tables(model, sharders), None, "cuda", constraints) == ()
-    (doubt,) = doubtful_inputs(model, shardable_tables(model, sharders), None, "cpu", constraints)
+    assert doubtful_tables(shardable_tables(model, sharders), "cuda", constraints) == []
+    (doubt,) = doubtful_tables(shardable_tables(model, sharders), "cpu", constraints)
     assert "table 't' has outputs of bfloat16, and FBGEMM's fused kernels on CPUs give float32 and float16" in doubt
