@@ -178,9 +178,9 @@ def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
     dataset = CostDataset.load(path)
     return "dataset", {
         "sets": len(dataset),
-        "shards": len(dataset.columns["name"]),
-        "batch_sizes": sorted(set(dataset.columns["batch_size"].tolist())),
-        "repeats": dataset.samples_ms.shape[1],
+        "shards": len(dataset.shards),
+        "batch_sizes": sorted({shard.batch_size for shard in dataset.shards}),
+        "repeats": dataset.repeats,
         "spread_of_repeats": float(dataset.spread.mean()),
         "usual_ms": dataset.usual_ms,
         "seed": dataset.seed,

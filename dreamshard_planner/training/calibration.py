@@ -92,8 +92,8 @@ def calibrate(
     corrections, checks = choose_corrections(network, checkpoint.metadata.get("corrections", {}), sets, half_X)
     if not force:
         _refuse(checks, others_share, seconds)
-    dims, batches = (data.columns[name] for name in ("dim", "batch_size"))
-    measured = f"dims {dims.min()} to {dims.max()}, batches {batches.min():,} to {batches.max():,}"
+    dims, batches = zip(*((shard.dim, shard.batch_size) for shard in data.shards), strict=True)
+    measured = f"dims {min(dims)} to {max(dims)}, batches {min(batches):,} to {max(batches):,}"
     told = {
         "from": checkpoint.name,
         "sets": len(sets),

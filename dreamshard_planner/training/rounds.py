@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
@@ -88,7 +86,7 @@ def learn(
         "collectives": config.collectives,
         "pools": list(config.pools),
         "extra_pools": list(config.extra_pools),
-        "batch_sizes": np.unique(train_data.columns["batch_size"]).tolist(),
+        "batch_sizes": sorted({shard.batch_size for shard in train_data.shards}),
     }
     priced = Checkpoint(prior_policy(), network, metadata)
     tasks, made = improve(config, priced, train_tables, progress)
