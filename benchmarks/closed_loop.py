@@ -99,7 +99,8 @@ def main() -> None:
             tell(path)
         return
     os.environ["DREAMSHARD_OBSERVE"] = str(given.steps)
-    with cpu_rank() as node, tempfile.TemporaryDirectory() as own:
+    node = cpu_rank()
+    with tempfile.TemporaryDirectory() as own:
         done = {line.get("model") for line in node.gather(opened(given.record) if node.rank == 0 else [])[0]}
         for seed in range(given.first_model, given.first_model + given.models):
             if seed in done:

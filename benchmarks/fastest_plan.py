@@ -170,22 +170,20 @@ def main() -> None:
         for path in args.summarize:
             tell(path)
         return
-    with cpu_rank() as node:
-        lines = node.gather(opened(args.record) if node.rank == 0 else [])[0]
-        rows = [line for line in lines if "model" in line]
-        if any(row["ranks"] != node.world_size for row in rows):
-            parser.error(
-                f"{args.record} has steps of {rows[0]['ranks']} ranks, not {node.world_size}: name another file"
-            )
-        for seed in range(args.first_model, args.first_model + args.models):
-            if all(row["model"] != seed for row in rows):
-                rows.append(run_model(seed, args, node))
-                gc.collect()  # models are cyclic
-                if node.rank == 0:
-                    append(args.record, rows[-1])
-                    print(f"model {seed}: {rows[-1]['seconds']} s, {verdict(rows[-1], 'shipped')}", flush=True)
-        if node.rank == 0:
-            tell(args.record)
+    node = cpu_rank()
+    lines = node.gather(opened(args.record) if node.rank == 0 else [])[0]
+    rows = [line for line in lines if "model" in line]
+    if any(row["ranks"] != node.world_size for row in rows):
+        parser.error(f"{args.record} has steps of {rows[0]['ranks']} ranks, not {node.world_size}: name another file")
+    for seed in range(args.first_model, args.first_model + args.models):
+        if all(row["model"] != seed for row in rows):
+            rows.append(run_model(seed, args, node))
+            gc.collect()  # models are cyclic
+            if node.rank == 0:
+                append(args.record, rows[-1])
+                print(f"model {seed}: {rows[-1]['seconds']} s, {verdict(rows[-1], 'shipped')}", flush=True)
+    if node.rank == 0:
+        tell(args.record)
     gc.collect()  # models hold the group, whose threads must not outlive Python
     dist.destroy_process_group()
 

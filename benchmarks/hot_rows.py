@@ -365,14 +365,14 @@ def main() -> None:
     args = parser.parse_args()
     quiet()
     dedup_on_cpu()
-    with cpu_rank() as node:
-        exchanges = Exchanges()
-        for exponent in map(float, args.exponents.split(",")):
-            told = (pooled if args.pooled else measured)(args, exponent, node, exchanges)
-            if node.rank == 0:
-                print(json.dumps(told, indent=1), flush=True)
-                if args.record:
-                    append(args.record, provenance(node.device) | told)
+    node = cpu_rank()
+    exchanges = Exchanges()
+    for exponent in map(float, args.exponents.split(",")):
+        told = (pooled if args.pooled else measured)(args, exponent, node, exchanges)
+        if node.rank == 0:
+            print(json.dumps(told, indent=1), flush=True)
+            if args.record:
+                append(args.record, provenance(node.device) | told)
 
 
 if __name__ == "__main__":

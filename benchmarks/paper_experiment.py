@@ -40,7 +40,7 @@ from torch import Tensor
 from common.output import append, commit, lines_of, provenance, quiet, wide_console
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.timing import pinned
+from dreamshard_planner.measure.timing import kernel_threads
 from dreamshard_planner.search.placing import HEURISTICS
 from dreamshard_planner.support.formatting import progress_bar
 from paper.models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
@@ -107,7 +107,7 @@ def main() -> None:
     arena = Arena(args.device)
     models = Models(args.work, train_half, scale, home, arena, tick)
     seeds = range(args.seeds)
-    with pinned(1):
+    with kernel_threads(1):
         try:
             if "collect" in args.steps:
                 collect(models, settings, seeds)

@@ -26,7 +26,6 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,11 @@ from torch import nn
 
 from common.output import provenance, table_of, wide_console, write_result
 from dlrm.job import Job, scale_tables
-from dlrm.options import Config, Node, argument_parser, rank_cores
+from dlrm.options import Config, Node, argument_parser, take_cores
 from dlrm.steps import training_step
 from dreamshard_planner import Report, StepComparison, compare_steps
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.report import noted
 from dreamshard_planner.support.files import check_writable
@@ -71,8 +69,9 @@ def main() -> None:
         warnings.filterwarnings("ignore", module=library)
     on_cpu = torch.cuda.device_count() < local_world_size
     config = config.on("cpu" if on_cpu else "cuda")
-    with pinned(1, rank_cores(local_rank, local_world_size)) if on_cpu else nullcontext():
-        run(config, Node.join())
+    if on_cpu:
+        take_cores(local_rank, local_world_size)
+    run(config, Node.join())
     gc.collect()  # models are cyclic and hold the group, whose threads must not outlive Python
     dist.destroy_process_group()
 

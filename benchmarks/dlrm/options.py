@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -16,7 +14,6 @@ from torchrec.distributed.planner import Topology
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.search.placing import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
@@ -130,17 +127,15 @@ class Node:
         return things
 
 
-def rank_cores(local_rank: int, local_world_size: int) -> list[int] | None:
-    """Return one rank's own cores of its host; None if there are fewer cores than ranks, or no affinities."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
+def take_cores(local_rank: int, local_world_size: int) -> None:
+    """Compute with one thread, on cores of this rank's own if its host has enough."""
+    torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
-    return cores[local_rank::local_world_size] if len(cores) >= local_world_size else None
+    if len(cores) >= local_world_size:
+        os.sched_setaffinity(0, cores[local_rank::local_world_size])
 
 
-@contextmanager
-def cpu_rank() -> Iterator[Node]:
+def cpu_rank() -> Node:
     """Join as a rank with one thread, on cores of its own if there are enough."""
-    local_rank, local_world_size = local_ranks()
-    with pinned(1, rank_cores(local_rank, local_world_size)):
-        yield Node.join()
+    take_cores(*local_ranks())
+    return Node.join()

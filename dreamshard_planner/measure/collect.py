@@ -25,7 +25,7 @@ from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, 
 from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.hardware import check_kernels, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
-from dreamshard_planner.measure.timing import pinned, time_groups
+from dreamshard_planner.measure.timing import kernel_threads, time_groups
 from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.workload.tables import Workload
@@ -93,7 +93,7 @@ def collect(
     measured = [[as_measured(workload) for workload in group] for group in sets]  # as files hold them
     blocks = [measured[first : first + block] for first in range(0, len(measured), block)]
     folder, hardware, arena = Path(folder), describe_hardware(device, threads), arena or Arena(device, seed=seed)
-    with open_locked(folder / "lock"), pinned(threads):
+    with open_locked(folder / "lock"), kernel_threads(threads):
         found = _read(folder, blocks, repeats, hardware, seed)
         if progress and found:
             print(f"{folder}: continues after {sum(map(len, found.values()))} sets", file=sys.stderr)

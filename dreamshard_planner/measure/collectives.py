@@ -43,7 +43,7 @@ from dreamshard_planner.cost.collectives import (
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import freed_memory_kept, pinned
+from dreamshard_planner.measure.timing import freed_memory_kept, kernel_threads
 from dreamshard_planner.support.files import check_writable, read_json, write_whole
 from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
@@ -264,7 +264,7 @@ def main(
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    with freed_memory_kept(), pinned(1):
+    with freed_memory_kept(), kernel_threads(1):
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
         result = measure(device, local_world_size=local_world_size, seconds=seconds)
     if dist.get_rank() == 0:

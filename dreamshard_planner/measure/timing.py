@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,50 +63,41 @@ class Samples:
 
 
 @contextmanager
-def pinned(threads: int, cores: Iterable[int] | None = None) -> Iterator[None]:
-    """Run kernels with ``threads`` intra-op threads, on ``cores`` if given and the system can; restored afterwards."""
+def kernel_threads(threads: int) -> Iterator[None]:
+    """Run kernels with so many intra-op threads; restored afterwards."""
     if threads < 1:
         raise TaskError(f"threads must be at least 1, got {threads}")
-    threads_before, affinities = torch.get_num_threads(), {}
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        if cores is not None and hasattr(os, "sched_setaffinity"):
-            wanted = set(cores)
-            for task in Path("/proc/self/task").iterdir():
-                with suppress(ProcessLookupError):  # a thread that has ended
-                    affinities[int(task.name)] = os.sched_getaffinity(int(task.name))
-                    os.sched_setaffinity(int(task.name), wanted)
         yield
     finally:
-        torch.set_num_threads(threads_before)
-        for task_id, before in affinities.items():
-            with suppress(ProcessLookupError):  # a thread that has ended
-                os.sched_setaffinity(task_id, before)
+        torch.set_num_threads(before)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
-_KEEP_ALL = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: (1 << 31) - 1}
-_USUAL = {
-    _M_MMAP_MAX: int(os.environ.get("MALLOC_MMAP_MAX_") or 65536),
-    _M_TRIM_THRESHOLD: int(os.environ.get("MALLOC_TRIM_THRESHOLD_") or 64 << 20),
+_MALLOC = {
+    _M_MMAP_MAX: (0, int(os.environ.get("MALLOC_MMAP_MAX_") or 65536)),
+    _M_TRIM_THRESHOLD: ((1 << 31) - 1, int(os.environ.get("MALLOC_TRIM_THRESHOLD_") or 64 << 20)),
 }
-"""Settings that this process was started with, else glibc's after a process has freed large blocks."""
+"""Settings that keep all memory, and those that this process was started with, else glibc's after a process has freed
+large blocks."""
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
     """Keep memory that this process frees until the end, if malloc is glibc's."""
-    libc = ctypes.CDLL(None) if os.name == "posix" else None
-    if libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
         yield
         return
     try:
-        for option, value in _KEEP_ALL.items():
-            libc.mallopt(option, value)
+        for option, (kept, _) in _MALLOC.items():
+            libc.mallopt(option, kept)
         yield
     finally:
-        for option, value in _USUAL.items():
-            libc.mallopt(option, value)
+        for option, (_, usual) in _MALLOC.items():
+            libc.mallopt(option, usual)
         libc.malloc_trim(0)  # the heap of a long collection would grow around live blocks
 
 
@@ -161,66 +151,31 @@ def time_groups(
     ]
 
 
-@dataclass
-class CoreUse:
-    """Time of runs on the CPU, and the part of it in which others had the core.
-
-    Interrupted runs of several threads count in full.
-    """
-
-    run_ns: int = 0
-    others_ns: int = 0
-
-    @property
-    def others_share(self) -> float:
-        return self.others_ns / max(1, self.run_ns)
-
-
-_CORE_USE: ContextVar[CoreUse | None] = ContextVar("_CORE_USE", default=None)
-
-
-@contextmanager
-def core_watched() -> Iterator[CoreUse]:
-    """Count the share of others in the core while CPU kernels are timed inside: caches and memory suffer from them."""
-    token = _CORE_USE.set(use := CoreUse())
-    try:
-        yield use
-    finally:
-        _CORE_USE.reset(token)
+def core_use_ns() -> np.ndarray:
+    """Return nanoseconds [2] that threads of this process have computed, and waited for a core; 0 if not counted."""
+    used = [path.read_text().split()[:2] for path in Path("/proc/self/task").glob("*/schedstat")]
+    return np.array(used, dtype=np.int64).reshape(-1, 2).sum(0)
 
 
 class _CpuRuns:
     """Timed runs on the CPU."""
 
     def __init__(self) -> None:
-        self._use, self._single = _CORE_USE.get() or CoreUse(), torch.get_num_threads() == 1
-        self._now = time.thread_time_ns if self._single else time.perf_counter_ns
+        self._now = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
 
     def __call__(self, kernel: FusedKernel) -> tuple[int, int, int]:
-        begin_ns, (preempted, computed_ns) = time.perf_counter_ns(), _usage()
         kernel.move()
         start = self._now()
         kernel.forward()
         middle = self._now()
         kernel.backward()
-        end = self._now()
-        run_ns, after = time.perf_counter_ns() - begin_ns, _usage()
-        self._use.run_ns += run_ns
-        if after[0] > preempted:
-            # Of several threads, the time that each waited is unknown.
-            self._use.others_ns += run_ns - (after[1] - computed_ns) if self._single else run_ns
-        return start, middle, end
+        return start, middle, self._now()
 
     def elapsed_ms(self, rounds: list[tuple[int, int, int]]) -> Tensor:
         return torch.tensor(rounds, dtype=torch.int64).diff(dim=1).double() / 1e6
 
     def launch_bound(self, rounds: list[tuple[int, int, int]]) -> float:
         return 0.0
-
-
-def _usage() -> tuple[int, int]:
-    """Return how often the system has preempted this process, and nanoseconds that this thread has computed."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.thread_time_ns()
 
 
 _CudaPass = tuple[torch.cuda.Event, torch.cuda.Event, bool]

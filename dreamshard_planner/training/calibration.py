@@ -20,13 +20,13 @@ from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, draw_sets
-from dreamshard_planner.measure.timing import core_watched
+from dreamshard_planner.measure.timing import core_use_ns
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, measure, most_sets, pool_tables
 from dreamshard_planner.workload.tables import Table, Workload
 
 BUSY_SHARE = 0.25
-"""Largest share of the kernels' time in which others had the core: they change caches and memory."""
+"""Largest share of the time in which others had the core: they change caches and memory."""
 POOL = "broad"
 """Default tables to measure with."""
 _MAX_TABLES, _MAX_WORK, _REPEATS = 40, {"cpu": 30e6, "cuda": 2.5e9}, 3  # small sets: a minute measures many
@@ -123,12 +123,14 @@ def _measured(
         pools = [dict.fromkeys(OPTIMIZERS, half) for half in pool_tables((POOL,))]
     else:
         pools = [_by_optimizer(tables)] * 2
-    with TemporaryDirectory() as folder, core_watched() as use:
+    before_ns = core_use_ns()
+    with TemporaryDirectory() as folder:
         halves = [
             measure(config, _draw(half, config, config.seed + part), Path(folder) / str(part), 0.5, progress)
             for part, half in enumerate(pools)
         ]
-    return halves, use.others_share
+    computed_ns, waited_ns = core_use_ns() - before_ns
+    return halves, float(waited_ns / max(1, computed_ns + waited_ns))
 
 
 def _by_optimizer(tables: Sequence[Table]) -> dict[str, list[Table]]:
@@ -160,7 +162,7 @@ def _refuse(checks: Sequence[StageCheck], others_share: float, seconds: float) -
     """Raise CalibrationRefused if the result is no better, or if that is unknown."""
     reasons, fewest = [], min(check.sets for check in checks) // 2  # of each half
     if others_share > BUSY_SHARE:
-        share = f"{100 * others_share:.0f} % of the time of the kernels (at most {100 * BUSY_SHARE:.0f} %)"
+        share = f"{100 * others_share:.0f} % of the time (at most {100 * BUSY_SHARE:.0f} %)"
         reasons.append(f"others had the core for {share}: measure while the machine is free")
     if fewest < FEW_SETS:
         longer = f"fewer than {FEW_SETS} tell nothing: --seconds {math.ceil(seconds * 2 * FEW_SETS / max(1, fewest))}"

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small_models import table_list
@@ -21,7 +22,6 @@ from dreamshard_planner.cost.network import FitConfig, predict_ms
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure import kernels
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.measure.timing import CoreUse
 from dreamshard_planner.training import QUICK, TrainingConfig, calibration
 from dreamshard_planner.training import config as training_config
 from tests.cli.test_commands import run, run_json
@@ -174,7 +174,8 @@ def test_calibration_refuses_what_tells_too_little_and_leaves_what_is_there(
             return CostDataset.from_sets(drawn, ms_X2[:, None].double(), describe_hardware("cpu", 1))
 
         monkeypatch.setattr(calibration, "measure", measured)
-        monkeypatch.setattr(CoreUse, "others_share", others_share)
+        used_ns = iter(np.array([[0, 0], [100 * (1 - others_share), 100 * others_share]]))
+        monkeypatch.setattr(calibration, "core_use_ns", lambda: next(used_ns))
 
     out.write_bytes(b"what is there")
     command = ("calibrate", "--costs", SHIPPED / "cpu.safetensors", "--out", out, "--seconds", "6")

@@ -4,6 +4,9 @@
 Shape letters: L lookups, F features, B batch, O outputs, N elements.
 """
 
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +20,7 @@ from dreamshard_planner.cli import diagnosis
 from dreamshard_planner.cost.dataset import CostDataset, hardware_key
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import DatasetError, TaskError
-from dreamshard_planner.measure import hardware, timing
+from dreamshard_planner.measure import hardware
 from dreamshard_planner.measure.collect import REFERENCE_SETS, collect
 from dreamshard_planner.measure.hardware import (
     CPU_NAME_VARIABLE,
@@ -26,7 +29,7 @@ from dreamshard_planner.measure.hardware import (
     describe_hardware,
 )
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
-from dreamshard_planner.measure.timing import core_watched, pinned, time_groups
+from dreamshard_planner.measure.timing import core_use_ns, kernel_threads, time_groups
 from dreamshard_planner.workload.tables import Workload
 
 REUSE = (0.5, 0.3, 0.2) + (0.0,) * 14
@@ -179,22 +182,21 @@ def test_kernels_that_do_not_exist_are_refused(group: list[Workload], message: s
         FusedKernel(group, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("usage", "threads", "share"),
-    [
-        ([(5, 0), (5, 0)], 1, 0.0),  # nobody had the core
-        ([(5, 0), (6, 0)], 1, 1.0),
-        ([(5, 0), (6, 0)], 2, 1.0),
-    ],
-)
-def test_runs_of_which_others_took_a_part_are_counted(
-    usage: list, threads: int, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = iter(usage)
-    monkeypatch.setattr(timing, "_usage", lambda: next(told))
-    with pinned(threads), core_watched() as use:
-        time_groups([FusedKernel([workload("a")], "cpu")], repeats=1, warmup=0)
-    assert use.others_share == share and use.run_ns > 0
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux does not count it")
+def test_time_in_which_others_have_the_core_is_counted() -> None:
+    before_ns, cores = core_use_ns(), os.sched_getaffinity(0)
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        for process in (0, other.pid):
+            os.sched_setaffinity(process, {min(cores)})
+        while (core_use_ns() - before_ns)[1] < 1e8:
+            kernel = FusedKernel([workload("a")], "cpu")
+            kernel.forward()
+    finally:
+        os.sched_setaffinity(0, cores)
+        other.kill()
+        other.wait()
+    assert (core_use_ns() - before_ns)[0] > 0
 
 
 def test_time_groups_keeps_every_sample() -> None:
@@ -220,9 +222,9 @@ def test_processor_time_leaves_out_what_others_compute(monkeypatch: pytest.Monke
         return forward()
 
     monkeypatch.setattr(kernel, "forward", waiting)
-    with pinned(1):
+    with kernel_threads(1):
         (by_thread,) = time_groups([kernel], repeats=1, warmup=0)
-    with pinned(2):
+    with kernel_threads(2):
         (by_clock,) = time_groups([kernel], repeats=1, warmup=0)
     assert 0 < by_thread.samples_ms[0, 0] < by_clock.samples_ms[0, 0] - 100
 
