@@ -58,8 +58,7 @@ from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
-from dreamshard_planner.training.config import pool_tables
-from dreamshard_planner.workload.pools import named_pool
+from dreamshard_planner.workload.pools import named_pool, pool_tables
 from dreamshard_planner.workload.tables import Table, Workload
 
 LOCAL_BATCH, TABLES, MOST_BYTES = 2048, (20, 60), 12e9

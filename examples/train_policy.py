@@ -17,7 +17,8 @@ from dreamshard_planner import Checkpoint
 from dreamshard_planner.policy.network import policy_starts, roll_out
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.search.starts import OptionTotals, level_starts
-from dreamshard_planner.training import QUICK, TrainingConfig, drawn_tasks, pool_tables, train
+from dreamshard_planner.training import QUICK, TrainingConfig, drawn_tasks, train
+from dreamshard_planner.workload.pools import pool_tables
 
 
 def main(folder: Path) -> None:

@@ -14,8 +14,8 @@ from common.whole_tables import Task, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.search.placing import pack
-from dreamshard_planner.training import TrainingConfig, pool_tables
-from dreamshard_planner.workload.pools import named_pool
+from dreamshard_planner.training import TrainingConfig
+from dreamshard_planner.workload.pools import named_pool, pool_tables
 from dreamshard_planner.workload.tables import Table, workloads_of
 
 POOLS = ("meta_like_2021", "merlin_medium", "mlperf_dlrm_dcnv2")

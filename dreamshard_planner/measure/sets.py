@@ -115,7 +115,6 @@ def draw_sets(
     of_dim: dict[int, list[int]] = {}
     for t, table in enumerate(tables):
         of_dim.setdefault(table.dim, []).append(t)
-    variants: dict[tuple[object, ...], tuple[Workload, float]] = {}
     sets = []
     for place in range(num_sets):
         is_cut = int((place + 1) * shard_share) > int(place * shard_share)
@@ -136,11 +135,8 @@ def draw_sets(
         for position, i in enumerate(order):
             if position >= size and group:
                 break
-            key = (i, batch, *attributes.values())
-            if key not in variants:
-                workload = replace(pools[batch][i], **attributes)
-                variants[key] = workload, set_work([workload])
-            workload, work = variants[key]
+            workload = replace(pools[batch][i], **attributes)
+            work = set_work([workload])
             if total + work <= limit * (_ROOM if is_cut else 1):
                 group.append(workload)
                 total += work
@@ -149,6 +145,11 @@ def draw_sets(
         drawn = group or lightest
         sets.append(_cut(drawn, limit, generator) if is_cut else drawn)
     return sets
+
+
+def most_sets(seconds: float) -> int:
+    """Return more sets than any machine can measure in some seconds."""
+    return int(seconds * 30) + 1
 
 
 def work_limits(max_work: float | None, device: str, seed: int) -> Iterator[float]:

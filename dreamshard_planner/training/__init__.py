@@ -5,19 +5,8 @@ The only part that needs hardware is the collection; everything after it works o
 """
 
 from dreamshard_planner.training.calibration import calibrate
-from dreamshard_planner.training.config import QUICK, TrainingConfig, pool_tables
-from dreamshard_planner.training.policies import drawn_tasks, proposed_sets, validate_policy
+from dreamshard_planner.training.config import QUICK, TrainingConfig
+from dreamshard_planner.training.policies import drawn_tasks
 from dreamshard_planner.training.rounds import learn, train, train_on_roofline
 
-__all__ = [
-    "QUICK",
-    "TrainingConfig",
-    "calibrate",
-    "drawn_tasks",
-    "learn",
-    "pool_tables",
-    "proposed_sets",
-    "train",
-    "train_on_roofline",
-    "validate_policy",
-]
+__all__ = ["QUICK", "TrainingConfig", "calibrate", "drawn_tasks", "learn", "train", "train_on_roofline"]

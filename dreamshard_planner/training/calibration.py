@@ -18,11 +18,13 @@ from dreamshard_planner.cost.correction import FEW_SETS, StageCheck, choose_corr
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
+from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.hardware import hardware_name
-from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, draw_sets
+from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.measure.sets import GroupMix, draw_sets, most_sets
 from dreamshard_planner.measure.timing import core_use_ns
 from dreamshard_planner.support.files import check_writable
-from dreamshard_planner.training.config import TrainingConfig, measure, most_sets, pool_tables
+from dreamshard_planner.workload.pools import pool_tables
 from dreamshard_planner.workload.tables import Table, Workload
 
 BUSY_SHARE = 0.25
@@ -76,16 +78,19 @@ def calibrate(
     check_writable(out)
     if not isinstance(network, CostNetwork):
         raise CheckpointError(f"{checkpoint.name}: holds no cost network to calibrate")
-    config = TrainingConfig(
-        batch_sizes=tuple(batch_sizes or BATCH_SIZES[device]),
-        device=device,
-        threads=threads,
-        seconds=seconds,
-        repeats=_REPEATS,
-        arena_bytes=_ARENA_BYTES.get(device),
-        seed=seed,
-    )
-    halves, others_share = _measured(config, tables, progress)
+    if tables is None:
+        pools = [dict.fromkeys(OPTIMIZERS, half) for half in pool_tables((POOL,))]
+    else:
+        pools = [_by_optimizer(tables)] * 2
+    drawn = [_draw(of_half, seconds, seed + half, batch_sizes, device) for half, of_half in enumerate(pools)]
+    arena, before_ns = Arena(device, _ARENA_BYTES.get(device), seed), core_use_ns()
+    with TemporaryDirectory() as folder:
+        halves = [
+            collect(sets, f"{folder}/{half}", device, threads, _REPEATS, seed, seconds / 2, progress, arena=arena)
+            for half, sets in enumerate(drawn)
+        ]
+    computed_ns, waited_ns = core_use_ns() - before_ns
+    others_share = float(waited_ns / max(1, computed_ns + waited_ns))
     data = CostDataset.concatenate(halves)
     half_X = torch.arange(2).repeat_interleave(torch.tensor([len(half) for half in halves]))
     sets = LabelledSets.of_dataset(data)
@@ -115,24 +120,6 @@ def calibrate(
     return Checkpoint.load(out)
 
 
-def _measured(
-    config: TrainingConfig, tables: Sequence[Table] | None, progress: bool
-) -> tuple[list[CostDataset], float]:
-    """Measure sets of either half of the tables, and return the share of the time in which others had the core."""
-    if tables is None:
-        pools = [dict.fromkeys(OPTIMIZERS, half) for half in pool_tables((POOL,))]
-    else:
-        pools = [_by_optimizer(tables)] * 2
-    before_ns = core_use_ns()
-    with TemporaryDirectory() as folder:
-        halves = [
-            measure(config, _draw(half, config, config.seed + part), Path(folder) / str(part), 0.5, progress)
-            for part, half in enumerate(pools)
-        ]
-    computed_ns, waited_ns = core_use_ns() - before_ns
-    return halves, float(waited_ns / max(1, computed_ns + waited_ns))
-
-
 def _by_optimizer(tables: Sequence[Table]) -> dict[str, list[Table]]:
     """Return a user's tables by optimizer, without the distribution of ids, which whole tables do not need."""
     pools: dict[str, list[Table]] = {}
@@ -143,12 +130,13 @@ def _by_optimizer(tables: Sequence[Table]) -> dict[str, list[Table]]:
     return pools
 
 
-def _draw(pools: Mapping[str, Sequence[Table]], config: TrainingConfig, seed: int) -> list[list[Workload]]:
+def _draw(
+    pools: Mapping[str, Sequence[Table]], seconds: float, seed: int, batch_sizes: Sequence[int] | None, device: str
+) -> list[list[Workload]]:
     """Draw random sets that take turns in optimizers, each with its tables."""
-    count, work = most_sets(config.seconds) // len(pools) + 1, _MAX_WORK[config.device]
-    mix = GroupMix(rowwise_adagrad=0.0, adagrad=0.0)
+    count, mix = most_sets(seconds) // len(pools) + 1, GroupMix(rowwise_adagrad=0.0, adagrad=0.0)
     drawn = [
-        draw_sets(pool, count, 100 * seed + k, config.batch_sizes, _MAX_TABLES, mix, work, config.device)
+        draw_sets(pool, count, 100 * seed + k, batch_sizes or None, _MAX_TABLES, mix, _MAX_WORK[device], device)
         for k, pool in enumerate(pools.values())
     ]
     return [

@@ -1,28 +1,14 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Settings of a training, the tables that it learns from, and its measurements."""
+"""Settings of a training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import FitConfig
-from dreamshard_planner.measure.collect import collect
-from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.policy.reinforce import ReinforceConfig
-from dreamshard_planner.workload.pools import named_pool, split_tables
-from dreamshard_planner.workload.tables import Table, Workload
-
-MAX_SETS_PER_SECOND = 30
-"""More than any machine measures; sets are drawn for this rate."""
-FINISHED = "finished"
-"""File in a folder of blocks whose measurements are complete."""
-SPLIT_SEED = 0
-"""Seed of the halves of every pool, fixed so that a table that one training holds out never teaches another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +44,8 @@ class TrainingConfig:
     fit: FitConfig = FitConfig()
     reinforce: ReinforceConfig = ReinforceConfig()
     start: Checkpoint | None = None
-    """Checkpoint whose cost network to start from, if :func:`~dreamshard_planner.training.rounds.start_of` allows it.
-    On an Intel Xeon, after five minutes, a start reduced the error of rare tables from 13 to 15 % to 9 %."""
+    """Checkpoint whose cost network to start from: on CPUs, of this package's size. On an Intel Xeon, after five
+    minutes, a start reduced the error of rare tables from 13 to 15 % to 9 %."""
     collectives: dict[str, Any] | None = None
     """Result of ``python -m dreamshard_planner.measure.collectives``, kept in the checkpoint."""
     seed: int = 0
@@ -87,55 +73,3 @@ QUICK = TrainingConfig(
     reinforce=ReinforceConfig(updates=5, looks=1, tasks_per_update=2, episodes_per_task=4),
 )
 """Settings that try the whole flow in seconds; the result is not worth planning with."""
-
-
-def pool_tables(pools: Sequence[str]) -> tuple[list[Table], list[Table]]:
-    """Return training and held-out tables of named pools: disjoint, and always the same halves."""
-    train_tables, test_tables = [], []
-    for name in pools:
-        train_part, test_part = split_tables(named_pool(name), SPLIT_SEED)
-        train_tables += train_part
-        test_tables += test_part
-    return train_tables, test_tables
-
-
-def most_sets(seconds: float) -> int:
-    """Return more sets than can be measured in some seconds."""
-    return int(seconds * MAX_SETS_PER_SECOND) + 1
-
-
-def measure(
-    config: TrainingConfig,
-    sets: Sequence[Sequence[Workload]],
-    folder: Path,
-    share: float,
-    progress: bool,
-    *,
-    once: bool = False,
-) -> CostDataset:
-    """Measure for a share of the time.
-
-    Args:
-        config: of the training.
-        sets: to measure, in this order.
-        folder: of the measured blocks; continued.
-        share: of ``config.seconds``.
-        progress: show a bar on stderr.
-        once: only read what an earlier run finished: more sets would change the networks, and so the sets of later
-            rounds.
-    """
-    finished = once and (folder / FINISHED).is_file()
-    dataset = collect(
-        sets,
-        folder,
-        device=config.device,
-        threads=config.threads,
-        repeats=config.repeats,
-        seed=config.seed,
-        seconds=0.0 if finished else config.seconds * share,
-        progress=progress,
-        arena=Arena(config.device, config.arena_bytes, seed=config.seed),
-    )
-    if once:
-        (folder / FINISHED).touch()
-    return dataset

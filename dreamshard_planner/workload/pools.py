@@ -180,6 +180,19 @@ def named_pool(name: str) -> list[Table]:
     return POOLS[name]()
 
 
+def pool_tables(pools: Sequence[str]) -> tuple[list[Table], list[Table]]:
+    """Return training and held-out tables of named pools.
+
+    Halves are always the same, so that a table that one training holds out never teaches another.
+    """
+    train_tables, test_tables = [], []
+    for name in pools:
+        train_part, test_part = split_tables(named_pool(name), seed=0)
+        train_tables += train_part
+        test_tables += test_part
+    return train_tables, test_tables
+
+
 def split_tables(tables: Sequence[Table], seed: int) -> tuple[list[Table], list[Table]]:
     """Split into training and test tables, a half each."""
     order = torch.randperm(len(tables), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -11,7 +11,8 @@ import torch
 
 import compare_placements
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.training import TrainingConfig, pool_tables
+from dreamshard_planner.training import TrainingConfig
+from dreamshard_planner.workload.pools import pool_tables
 from paper.results import by_kind, compared, pooled, strongest_rule
 from paper.training import Setting, halves
 from paper_experiment import main

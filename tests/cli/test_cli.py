@@ -22,8 +22,7 @@ from dreamshard_planner.cost.network import FitConfig, predict_ms
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure import kernels
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.training import QUICK, TrainingConfig, calibration
-from dreamshard_planner.training import config as training_config
+from dreamshard_planner.training import QUICK, calibration, rounds
 from tests.cli.test_commands import run, run_json
 from tests.torchrun import forked
 
@@ -69,11 +68,11 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
 
 def test_an_interrupted_training_from_what_ships_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured collectives stay those of the checkpoint in use."""
-    out, collect = tmp_path / "x.safetensors", training_config.collect
+    out, collect = tmp_path / "x.safetensors", rounds.collect
     held: dict[str, int] = {}
 
-    def interrupted(sets: list, folder: Path, **options) -> CostDataset:
-        dataset = collect(sets, folder, **options)
+    def interrupted(sets: list, folder: Path, *given, **options) -> CostDataset:
+        dataset = collect(sets, folder, *given, **options)
         first_time = folder.name not in held
         held[folder.name] = len(dataset)
         if "round1" in folder.name and first_time:
@@ -81,7 +80,7 @@ def test_an_interrupted_training_from_what_ships_goes_on(tmp_path: Path, monkeyp
         return dataset
 
     monkeypatch.setattr(costs, "_config", lambda *_: replace(HASTY, rounds=2))
-    monkeypatch.setattr(training_config, "collect", interrupted)
+    monkeypatch.setattr(rounds, "collect", interrupted)
     run("train", "--out", out, "--seconds", "1", status=130)
     before = dict(held)
     assert set(before) == {"x.test.blocks", "x.round0.blocks", "x.round1.blocks"}
@@ -168,12 +167,12 @@ def test_calibration_refuses_what_tells_too_little_and_leaves_what_is_there(
     shipped, out = Checkpoint.load(SHIPPED / "cpu.safetensors"), tmp_path / "x.safetensors"
 
     def invent(others_share: float = 0.0, sets: int = 60) -> None:
-        def measured(_config: TrainingConfig, drawn: list, *_given) -> CostDataset:
+        def measured(drawn: list, *_given, **_options) -> CostDataset:
             drawn = drawn[:sets]
             ms_X2 = 2 * predict_ms(shipped.cost, LabelledSets.of(drawn, torch.ones(len(drawn), 2)))
             return CostDataset.from_sets(drawn, ms_X2[:, None].double(), describe_hardware("cpu", 1))
 
-        monkeypatch.setattr(calibration, "measure", measured)
+        monkeypatch.setattr(calibration, "collect", measured)
         used_ns = iter(np.array([[0, 0], [100 * (1 - others_share), 100 * others_share]]))
         monkeypatch.setattr(calibration, "core_use_ns", lambda: next(used_ns))
 
