@@ -25,8 +25,8 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.problem import Cost
-from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.measure.sets import collect
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.pools import pool_tables
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of

@@ -282,8 +282,7 @@ def collect(
     format: FormatOption = Format.table,
 ) -> None:
     """Measure random sets of tables as fused kernels. The same command continues an interrupted run."""
-    from dreamshard_planner.measure.collect import collect
-    from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, draw_sets
+    from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, collect, draw_sets
     from dreamshard_planner.workload.pools import pool_tables
 
     folder = out.with_suffix(".blocks")

@@ -14,10 +14,9 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, draw_sets, most_sets
+from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, collect, draw_sets, most_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.support.formatting import progress_bar

@@ -15,10 +15,9 @@ from torchrec.distributed.planner import Topology
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dense_ms
 from dreamshard_planner.errors import DatasetError, DreamShardError, FileError, TaskError
-from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena, check_group
 from dreamshard_planner.measure.ranks import Ranks, local_ranks
-from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, GroupMix, draw_sets, set_work
+from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, GroupMix, collect, draw_sets, set_work
 from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
 from tests.faults import ended, start

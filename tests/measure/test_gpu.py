@@ -11,10 +11,9 @@ import torch
 
 from common.measured_costs import SetClock
 from dreamshard_planner.measure import timing
-from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
-from dreamshard_planner.measure.sets import draw_sets
+from dreamshard_planner.measure.sets import collect, draw_sets
 from dreamshard_planner.workload.pools import pool_tables
 from dreamshard_planner.workload.reuse import reuse_histogram
 from tests.measure.test_kernels import workload

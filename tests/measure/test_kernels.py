@@ -21,7 +21,6 @@ from dreamshard_planner.cost.dataset import CostDataset, hardware_key
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure import hardware
-from dreamshard_planner.measure.collect import REFERENCE_SETS, collect
 from dreamshard_planner.measure.hardware import (
     CPU_NAME_VARIABLE,
     REFERENCE,
@@ -29,6 +28,7 @@ from dreamshard_planner.measure.hardware import (
     describe_hardware,
 )
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
+from dreamshard_planner.measure.sets import REFERENCE_SETS, collect
 from dreamshard_planner.measure.timing import core_use_ns, kernel_threads, time_groups
 from dreamshard_planner.workload.tables import Workload
 
