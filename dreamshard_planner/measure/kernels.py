@@ -14,7 +14,6 @@ bins, R distinct rows.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import attrgetter
@@ -44,8 +43,8 @@ _PRECISION: dict[float, SparseType] = {4: SparseType.FP32, 2: SparseType.FP16}
 _ALIGN = 64  # elements: every window starts on a cache line of its own
 _LEARNING_RATE = 1e-3  # small: thousands of updates of one buffer must not overflow
 _ARENA_BYTES = 2 << 30
-_INDEX_BYTES = 1 << 30  # kept; the least recently used go first
-_MOVES_AT_ONCE = 32
+_INPUT_BYTES = 1 << 30  # kept, before all are drawn anew
+_MOVES = 32  # drawn at once
 _INPUT_FIELDS = attrgetter(
     "name", "rows", "batch_size", "num_features", "pooling_factor", "distinct_rows", "reuse_histogram"
 )
@@ -73,8 +72,8 @@ class Arena:
         self._generator = torch.Generator().manual_seed(seed)
         self._weights: dict[torch.dtype, Tensor] = {}
         self._states_N = self._noise_N = torch.zeros(0, device=self.device)
-        self._indices: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
-        self._index_bytes_held = 0
+        self._inputs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._input_bytes = 0
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """Return the weight buffer [N] of one precision."""
@@ -102,19 +101,15 @@ class Arena:
     def inputs(self, workload: Workload, rows: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return a workload's indices [L] and lengths [F * B], drawn on the device once, folded into ``rows``."""
         key = (*_INPUT_FIELDS(workload), rows, seed)
-        if key in self._indices:
-            self._indices.move_to_end(key)
-            return self._indices[key]
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
-        indices_L, lengths_FB = draw_inputs(workload, generator)
-        entry = indices_L % rows if rows < workload.rows else indices_L, lengths_FB
-        self._indices[key] = entry
-        self._index_bytes_held += sum(tensor.nbytes for tensor in entry)
-        while self._index_bytes_held > _INDEX_BYTES and len(self._indices) > 1:
-            _, dropped = self._indices.popitem(last=False)
-            self._index_bytes_held -= sum(tensor.nbytes for tensor in dropped)
-        return entry
+        if key not in self._inputs:
+            if self._input_bytes > _INPUT_BYTES:
+                self._inputs, self._input_bytes = {}, 0
+            digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
+            generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
+            indices_L, lengths_FB = draw_inputs(workload, generator)
+            self._inputs[key] = indices_L % rows, lengths_FB
+            self._input_bytes += indices_L.nbytes + lengths_FB.nbytes
+        return self._inputs[key]
 
     def windows(self, sizes: Sequence[int], capacity: int) -> list[int]:
         """Return random starts for windows of ``sizes`` elements in a buffer of ``capacity``.
@@ -199,23 +194,15 @@ def draw_indices(
 
 def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Tensor:
     """Change counts until they sum to ``total`` >= R, within their bins if possible; int64 [R]."""
-    for _ in range(4):
-        lacking = total - count_R.sum()
-        room_R = (high_R - count_R) if lacking > 0 else (count_R - low_R)
-        if lacking == 0 or room_R.sum() == 0:
-            break
-        share = torch.clamp(lacking.abs() / room_R.sum(), max=1.0)
-        count_R = count_R + lacking.sign() * (room_R * share).floor()
     count_R, low_R, high_R = count_R.long(), low_R.long(), high_R.long()
     while (missing := total - int(count_R.sum())) != 0:
-        # Evenly over the rows read most, whose bins are wide; beyond bins only if all are full.
-        step = 1 if missing > 0 else -1
         room_R = (high_R - count_R if missing > 0 else count_R - low_R).clamp_min(0)
-        if not room_R.any():
+        if not room_R.any():  # all bins are full
             room_R = torch.full_like(count_R, missing) if missing > 0 else count_R - 1
-        candidates = room_R.nonzero()[:, 0]
-        each = max(1, min(abs(missing) // len(candidates), int(room_R[candidates].min())))
-        count_R[candidates[-min(len(candidates), abs(missing)) :]] += step * each
+        moved_R = (room_R * min(1.0, abs(missing) / int(room_R.sum()))).long()
+        if not moved_R.any():
+            moved_R[room_R.nonzero()[-abs(missing) :, 0]] = 1  # of the rows that are read most
+        count_R += moved_R if missing > 0 else -moved_R
     return count_R
 
 
@@ -294,7 +281,7 @@ class FusedKernel:
             shape = (lookups, first.dim)
         self.grad_O = arena.noise(shape[0] * shape[1]).view(shape)
         self._output_O: Tensor | None = None
-        self._moves: deque[tuple[_Starts, _Starts]] = deque()
+        self._moves: list[tuple[_Starts, _Starts]] = []
         self.move()
 
     def move(self) -> None:
@@ -303,22 +290,19 @@ class FusedKernel:
         if any(self._state_sizes):
             states_N = arena.states(self._capacity if self._mirrors else sum(map(_aligned, self._state_sizes)))
         if not self._moves:
-            # A copy to a GPU waits for its queue: one copy brings many moves.
-            count = 1 if self.device.type == "cpu" else _MOVES_AT_ONCE
-            weights = self._windows(self._sizes, self._capacity, count)
-            if states_N is None or self._mirrors:  # FBGEMM's CPU kernel finds Adagrad's states where the weights are
-                states = weights
-            else:
-                states = self._windows(self._state_sizes, states_N.numel(), count)
-            self._moves.extend(zip(weights, states, strict=True))
-        of_weights, of_states = self._moves.popleft()
+            weights = states = self._windows(self._sizes, self._capacity)
+            if states_N is not None and not self._mirrors:  # where FBGEMM's CPU kernel finds Adagrad's states
+                states = self._windows(self._state_sizes, states_N.numel())
+            self._moves = list(zip(weights, states, strict=True))
+        of_weights, of_states = self._moves.pop()
         self.module.use_window("weights", arena.weights(self._dtype), *of_weights)
         if states_N is not None:
             self.module.use_window("momentum1", states_N, *of_states)
 
-    def _windows(self, sizes: list[int], capacity: int, count: int) -> list[_Starts]:
-        """Return ``count`` random starts of all tables, and of features on the device."""
-        starts_MT = [self.arena.windows(sizes, capacity) for _ in range(count)]
+    def _windows(self, sizes: list[int], capacity: int) -> list[_Starts]:
+        """Return random starts of all tables, and of features on the device, for many moves: a copy to a GPU waits for
+        its queue."""
+        starts_MT = [self.arena.windows(sizes, capacity) for _ in range(_MOVES)]
         offsets = [[starts[table] for table in self.module.feature_table_map] for starts in starts_MT]
         offsets_MF = torch.tensor(offsets, dtype=torch.int64).to(self.device)
         return list(zip(starts_MT, offsets_MF.unbind(), strict=True))

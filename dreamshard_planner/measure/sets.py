@@ -29,7 +29,7 @@ from dreamshard_planner.measure.hardware import check_kernels, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import kernel_threads, time_groups
 from dreamshard_planner.support.files import open_locked
-from dreamshard_planner.support.progress import progress_bar
+from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
 BATCH_SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)}
