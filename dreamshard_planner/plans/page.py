@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -68,27 +67,26 @@ def save_html(subject: Report | SavedPlan | Replan, path: str | Path, title: str
     write_whole(path, "\n".join(lines))
 
 
-@dataclass(frozen=True)
-class _Bar:
-    """A cell with a stacked bar."""
-
-    shares: Sequence[float]
-    """Shares of the cell's width, one per part."""
+Row = tuple[Sequence[str], Sequence[float]]
+"""Texts of cells, and the parts of the stacked bar in the last one."""
 
 
-def _section(name: str, title: str, finding: str, columns: Sequence[str], rows: Iterable[Sequence[str | _Bar]]) -> str:
-    head = "".join(f"<th>{_text(column)}</th>" for column in columns)
-    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+def _section(
+    name: str, title: str, finding: str, columns: Sequence[str], rows: Sequence[Row], full: float | None = None
+) -> str:
+    """Return a table; a bar of ``full``, by default the longest one, fills its cell."""
+    full = full or max((sum(bar) for _, bar in rows), default=0.0) or 1.0
+    head = "".join(f"<th>{_text(column)}</th>" for column in (*columns, ""))
+    lines = []
+    for texts, bar in rows:
+        cells = "".join(f"<td>{_text(text)}</td>" for text in texts)
+        parts = "".join(f'<i style="width:{min(1.0, part / full):.2%}"></i>' for part in bar)
+        lines.append(f'<tr>{cells}<td class="bar">{parts}</td></tr>')
+    body = "\n".join(lines)
     return (
         f'<section id="{name}"><h2>{_text(title)}</h2><p>{_text(finding)}</p><div class="scroll"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div></section>"
     )
-
-
-def _cell(cell: str | _Bar) -> str:
-    if isinstance(cell, _Bar):
-        return f'<td class="bar">{"".join(f"""<i style="width:{share:.2%}"></i>""" for share in cell.shares)}</td>'
-    return f"<td>{_text(cell)}</td>"
 
 
 def _text(text: str) -> str:
@@ -96,82 +94,66 @@ def _text(text: str) -> str:
     return escape("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text))
 
 
-def _of_most(values: Sequence[float]) -> Iterator[_Bar]:
-    """Yield a bar for each value, the largest as wide as its cell."""
-    most = max(values, default=0.0) or 1.0
-    return (_Bar([value / most]) for value in values)
-
-
 def _curve(replan: Replan) -> str:
-    shown = replan.rows()
-    bars = _of_most([step_ms for _, _, _, step_ms, _ in shown])
-    rows = [
-        (f"{tables}", moved, to_one, f"{step_ms:.3f}", f"{seconds:,.1f}", bar)
-        for (tables, moved, to_one, step_ms, seconds), bar in zip(shown, bars, strict=True)
+    rows: list[Row] = [
+        ((f"{tables}", moved, to_one, f"{step_ms:.3f}", f"{seconds:,.1f}"), [step_ms])
+        for tables, moved, to_one, step_ms, seconds in replan.rows()
     ]
     finding = "Each line is a plan: what has to move to reach it, and its milliseconds per training step."
-    return _section("curve", "Cost against bytes moved", finding, (*replan.COLUMNS, ""), rows)
+    return _section("curve", "Cost against bytes moved", finding, replan.COLUMNS, rows)
 
 
 def _ranks(chosen: ReportEntry, collectives: Sequence[tuple[str, float]]) -> str:
-    step_ms = chosen.total_ms or 1.0
-    rows: list[Sequence[str | _Bar]] = []
+    rows: list[Row] = []
     for rank, (forward_ms, backward_ms, waiting_ms) in enumerate(
         zip(chosen.forward_ms, chosen.backward_ms, chosen.waiting_ms, strict=True)
     ):
-        parts_ms = (forward_ms, backward_ms, waiting_ms, chosen.collectives_ms)
         shown_ms = (forward_ms, backward_ms, forward_ms + backward_ms, waiting_ms)
-        rows.append((f"{rank}", *(f"{ms:.3f}" for ms in shown_ms), _Bar([ms / step_ms for ms in parts_ms])))
+        bar = (forward_ms, backward_ms, waiting_ms, chosen.collectives_ms)
+        rows.append(((f"{rank}", *(f"{ms:.3f}" for ms in shown_ms)), bar))
     sent = ", ".join(f"{name} {ms:.3f} ms" for name, ms in collectives)
     finding = (
         f"Rank {chosen.slowest} computes longest, {max(chosen.rank_ms):.3f} ms; collectives take "
         f"{chosen.collectives_ms:.3f} ms on all{f' ({sent})' if sent else ''}; in all {chosen.total_ms:.3f} ms. "
         f"Bars, from the left: {', '.join(PARTS)}."
     )
-    columns = ("rank", "forward ms", "backward ms", "compute ms", "waiting ms", "")
-    return _section("ranks", "Each rank's step", finding, columns, rows)
+    columns = ("rank", "forward ms", "backward ms", "compute ms", "waiting ms")
+    return _section("ranks", "Each rank's step", finding, columns, rows, chosen.total_ms)
 
 
 def _plans(report: Report) -> str:
-    plans = (report.chosen, *report.rivals)
-    bars = _of_most([plan.total_ms if plan.feasible else 0.0 for plan in plans])
-    rows: list[Sequence[str | _Bar]] = []
-    for plan, bar in zip(plans, bars, strict=True):
-        shown = ["does not fit", "", "", ""]
+    rows: list[Row] = []
+    for plan in (report.chosen, *report.rivals):
         if plan.feasible:
             figures = plan.total_ms, plan.times(report.chosen), max(plan.rank_ms), plan.collectives_ms
-            shown = [f"{figure:.3f}" for figure in figures]
-        rows.append((plan.name, *shown, bar))
+            rows.append(((plan.name, *(f"{figure:.3f}" for figure in figures)), [plan.total_ms]))
+        else:
+            rows.append(((plan.name, "does not fit", "", "", ""), [0.0]))
     finding = "Totals of the chosen plan, of TorchRec's own plan and of greedy rules, by the same cost source."
-    columns = ("plan", "total ms", "vs chosen", "slowest rank's compute ms", "collectives ms", "")
+    columns = ("plan", "total ms", "vs chosen", "slowest rank's compute ms", "collectives ms")
     return _section("plans", "Against other plans", finding, columns, rows)
 
 
 def _tables(report: Report) -> str:
-    tables = sorted(report.tables, key=lambda table: -table.alone_ms)
-    bars = _of_most([table.alone_ms for table in tables])
-    rows = [
-        (table.name, table.label, f"{len(table.ranks):,}", ranges(table.ranks), f"{table.alone_ms:,.3f}", bar)
-        for table, bar in zip(tables, bars, strict=True)
+    rows: list[Row] = [
+        (
+            (table.name, table.label, f"{len(table.ranks):,}", ranges(table.ranks), f"{table.alone_ms:,.3f}"),
+            [table.alone_ms],
+        )
+        for table in sorted(report.tables, key=lambda table: -table.alone_ms)
     ]
     finding = "Tables by the milliseconds that their shards would take if each had its rank for itself."
-    return _section("tables", "Tables", finding, ("table", "sharding", "shards", "ranks", "ms by itself", ""), rows)
+    return _section("tables", "Tables", finding, ("table", "sharding", "shards", "ranks", "ms by itself"), rows)
 
 
 def _memory(report: Report) -> str:
-    rows = [
-        (
-            f"{rank}",
-            entry.kind,
-            size_in_words(used),
-            size_in_words(max(0, limit)),
-            _Bar([min(1.0, used / max(1, limit))]),
-        )
+    rows: list[Row] = [
+        ((f"{rank}", entry.kind, size_in_words(used), size_in_words(max(0, limit))), [used / max(1, limit)])
         for entry in report.memory
         for rank, (used, limit) in enumerate(zip(entry.used_bytes, entry.limit_bytes, strict=True))
     ]
     finding = "Memory of tables on each rank, of what the storage reservation leaves them."
-    return _section("memory", "Memory against the limit", finding, ("rank", "memory", "used", "limit", ""), rows)
+    return _section("memory", "Memory against the limit", finding, ("rank", "memory", "used", "limit"), rows, 1.0)
 
 
 def _facts(saved: SavedPlan) -> list[tuple[str, str]]:
