@@ -43,7 +43,6 @@ from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
 from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings, answering
-from dreamshard_planner.planning.plan_notes import lost_optimizers, missing_optimizers
 from dreamshard_planner.planning.ranks import (
     PlannedRanks,
     ShardingGroups,
@@ -59,7 +58,7 @@ from dreamshard_planner.planning.ranks import (
 )
 from dreamshard_planner.planning.remembered import Remembered
 from dreamshard_planner.planning.replanning import link_bytes_per_s, replanned
-from dreamshard_planner.planning.result import PlanResult
+from dreamshard_planner.planning.result import PlanResult, lost_optimizers, missing_optimizers
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import Report, ReportEntry

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
-from dreamshard_planner.planning.plan_notes import assumptions
+from dreamshard_planner.planning.result import assumptions
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, same_option

@@ -76,9 +76,9 @@ class Note:
         return self.text
 
 
-def noted(code: Code, texts: Iterable[str]) -> tuple[Note, ...]:
-    """Notes of one code."""
-    return tuple(Note(code, text) for text in texts)
+def noted(code: Code, texts: Iterable[str | None]) -> tuple[Note, ...]:
+    """Notes of one code, without empty ones."""
+    return tuple(Note(code, text) for text in texts if text)
 
 
 @dataclass(frozen=True)
