@@ -41,7 +41,7 @@ STATES: dict[str, Callable[[], AbstractContextManager]] = {
     "fake tensors": FakeTensorMode,
 }
 """States that a training script may have torch in when it asks for a plan."""
-CACHES = (shipped, reuse.bin_mean_reuse, reuse._thinning, reuse._rates, reuse._probabilities_at)
+CACHES = (shipped, reuse.bin_mean_reuse, reuse._probabilities_at, reuse._mixture)
 
 
 def described() -> tuple:

@@ -17,7 +17,7 @@ from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.formatting import checked
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.ids import HotCounts, IdHistogram, merge
-from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts, mean_reuse
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse, histogram_of_counts
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class FeatureCounts:
         distinct, samples = part.distinct_rows, part.batches * part.samples
         bins_K = None if part.reuse_histogram is None else torch.tensor(part.reuse_histogram, dtype=torch.float64)
         if distinct is None:
-            distinct = part.lookups if bins_K is None else part.lookups / float(mean_reuse(bins_K).clamp_min(1.0))
+            distinct = (
+                part.lookups if bins_K is None else part.lookups / float((bins_K @ bin_mean_reuse()).clamp_min(1.0))
+            )
         lookups = part.pooling_factor * samples
         self._add(part.batches, samples, lookups, part.batches * distinct, bins_K, part.ids, part.weighted)
         if part.hot is None and part.lookups:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import PlanError
-from dreamshard_planner.workload.reuse import bin_probabilities, mean_reuse
+from dreamshard_planner.workload.reuse import bin_mean_reuse, bin_probabilities
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 
@@ -69,7 +69,7 @@ def without_rows(feature: FeatureStatistics, ids: Tensor) -> FeatureStatistics:
     if histogram is not None and lookups > 0:
         bins = torch.tensor(histogram, dtype=torch.float64)
         if distinct is None:
-            distinct = feature.lookups / float(mean_reuse(bins))
+            distinct = feature.lookups / float(bins @ bin_mean_reuse())
         # A batch reads a row by chance; a Poisson count is right for rows that are read independently.
         bins = (bins * distinct - bin_probabilities(reads_K).sum(0)).clamp_min(0)
         distinct = min(max(float(bins.sum()), 1e-9), lookups)

@@ -5,10 +5,9 @@ The 17 bins (0,1], (1,2], (2,4] ... (16384,32768], (32768,inf) are those of Meta
 paper. Reuse counts are log-uniform within a bin: the share of a count is proportional to its inverse.
 
 A histogram belongs to a batch size. A power law over all rows rescales it if one explains it within sampling noise,
-since only a law predicts rows that were not read. Otherwise counts thin binomially for a smaller batch, and a free
-mixture of Poisson rates gives a larger one.
+since only a law predicts rows that were not read. Otherwise a free mixture of Poisson rates does.
 
-Shapes: T tables, K = 17 bins, Q Poisson rates, N indices, R distinct rows, C reuse counts, A exponents.
+Shapes: T tables, K = 17 bins, Q Poisson rates, M of them in the free mixture, R distinct rows, A exponents.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,13 +32,13 @@ POPULARITY_EXPONENT = 1.05
 """Default exponent of row popularity by rank, from Merlin's synthetic models. It gives a mean reuse of 6.8 on the
 Meta-like pool; 6.9 is published."""
 
-_MIXTURE_RATES = (-10, 17, 2)
-"""Rates of the free mixture: log2 of the lowest and highest rate, rates per octave."""
-_POWER_LAW_RATES = (-40, 24, 2)
-"""Wider rates, because the rarest of 10^9 rows count in sum."""
 with neutral():
+    _RATE_Q = torch.logspace(-40, 24, 129, base=2.0, dtype=torch.float64)
     _EXPONENTS = torch.arange(0.201, 2.0, 0.05, dtype=torch.float64)
-"""Candidate exponents; none is 1, for which the harmonic sum has another form."""
+"""Poisson rates of rows, two per octave, since the rarest of 10^9 rows count in sum; and candidate exponents, none of
+them 1, for which the harmonic sum has another form."""
+_MIXED = slice(60, 115)
+"""Rates of the free mixture: 2^-10 to 2^17."""
 _POWER_LAW_NATS, _POWER_LAW_NATS_PER_ROW = 6.0, 0.001
 """A power law explains a histogram if its log-likelihood ratio is below the first plus the second times the distinct
 rows: sampling noise over 17 bins, and an allowance for the grids."""
@@ -58,11 +58,6 @@ def bin_mean_reuse() -> Tensor:
         counts = torch.arange(lower + 1, upper + 1, dtype=torch.float64)
         means.append(float(len(counts) / (1 / counts).sum()))
     return torch.tensor(means, dtype=torch.float64)
-
-
-def reuse_histogram(indices: Tensor) -> tuple[Tensor, float]:
-    """Return histogram [K] and distinct rows of one batch's indices of one table; zeros without indices."""
-    return histogram_of_counts(torch.unique(indices, return_counts=True)[1])
 
 
 def histogram_of_counts(count_R: Tensor) -> tuple[Tensor, float]:
@@ -118,17 +113,12 @@ def _normalise(count_TK: Tensor, rows_T: Tensor, lookups_T: Tensor) -> tuple[Ten
     return histogram_TK, torch.where(lookups_T > 0, distinct_T, 0.0)
 
 
-def mean_reuse(histograms_TK: Tensor) -> Tensor:
-    """Return the mean reuse of distinct rows, [T]."""
-    return histograms_TK.double() @ bin_mean_reuse()
-
-
 def rescale_reuse(
     histograms: Sequence[Sequence[float]],
     rows: Sequence[int],
     lookups: Sequence[float],
     factor: Sequence[float],
-    distinct: Sequence[float | None] | None = None,
+    distinct: Sequence[float | None],
 ) -> tuple[Tensor, Tensor]:
     """Return histograms [T, K] and distinct rows [T] at another batch size.
 
@@ -142,62 +132,33 @@ def rescale_reuse(
     """
     histogram_TK = torch.as_tensor(histograms, dtype=torch.float64)
     rows_T, lookups_T, factor_T = (torch.as_tensor(values, dtype=torch.float64) for values in (rows, lookups, factor))
-    known = distinct or [None] * len(rows_T)
-    given_T = torch.tensor([math.nan if count is None else count for count in known], dtype=torch.float64)
-    counted_T = ~given_T.isnan()
-    distinct_T = torch.where(counted_T, given_T, lookups_T / mean_reuse(histogram_TK).clamp_min(1.0))
+    distinct_T = torch.tensor([math.nan if count is None else count for count in distinct], dtype=torch.float64)
+    counted_T = ~distinct_T.isnan()
+    distinct_T = torch.where(counted_T, distinct_T, lookups_T / (histogram_TK @ bin_mean_reuse()).clamp_min(1.0))
     distinct_T = torch.minimum(distinct_T, torch.minimum(rows_T, lookups_T))
-    count_TK = histogram_TK * distinct_T[:, None]
-    changed = ((factor_T != 1) & (factor_T > 0) & (lookups_T > 0)).nonzero()[:, 0]
-    for part in changed.split(512):  # bounds memory
-        given = (histogram_TK, distinct_T, counted_T, rows_T, lookups_T, factor_T)
-        count_TK[part] = _rescaled_counts(*(value[part] for value in given))
-    new_TK, new_T = _normalise(count_TK, rows_T, lookups_T * factor_T)
-    same_T = (factor_T == 1) & (lookups_T > 0)
-    return torch.where(same_T[:, None], histogram_TK, new_TK), torch.where(same_T, distinct_T, new_T)
+    histogram_TK = histogram_TK * (lookups_T > 0)[:, None]
+    changed = ((factor_T != 1) & (lookups_T > 0)).nonzero()[:, 0]
+    given = [value[changed] for value in (histogram_TK, distinct_T, counted_T, rows_T, lookups_T)]
+    rows_TQ, _ = _rows_by_rate(*given)
+    count_TK = torch.empty(len(changed), NUM_REUSE_BINS, dtype=torch.float64)
+    for factor in factor_T[changed].unique().tolist():
+        here_T = factor_T[changed] == factor
+        count_TK[here_T] = rows_TQ[here_T] @ _probabilities_at(factor)
+    histogram_TK[changed], distinct_T[changed] = _normalise(count_TK, rows_T[changed], (lookups_T * factor_T)[changed])
+    return histogram_TK, distinct_T
 
 
-@cache
-@neutral()
-def _thinning(factor: float) -> Tensor:
-    """Return the probability [K, K] of each new bin by old bin if a batch shrinks by ``factor`` < 1.
-
-    Rows sum to less than 1: some rows are not read any more.
-    """
-    import numpy as np
-    from scipy.stats import binom
-
-    exact = BIN_UPPER[8]  # every count up to here, log-spaced ones above
-    count_C = np.unique(np.concatenate([np.arange(1, exact + 1), np.geomspace(exact, TOP_COUNT, 400).round()]))
-    edge_C = np.concatenate([[1.0], (count_C[1:] + count_C[:-1] + 1) / 2, [TOP_COUNT + 1.0]])
-    weight_C = np.where(count_C <= exact, 1 / count_C, np.log(edge_C[1:] / edge_C[:-1]))
-    weight_KC = weight_C * (np.searchsorted(BIN_UPPER, count_C) == np.arange(NUM_REUSE_BINS)[:, None])
-    at_most_CK = binom.cdf((0, *BIN_UPPER), count_C[:, None], factor)
-    bins_CK = np.diff(at_most_CK, axis=1, append=1.0)
-    return torch.from_numpy(weight_KC / weight_KC.sum(1, keepdims=True) @ bins_CK)
-
-
-def _rescaled_counts(
-    histogram_TK: Tensor, distinct_T: Tensor, counted_T: Tensor, rows_T: Tensor, lookups_T: Tensor, factor_T: Tensor
-) -> Tensor:
-    """Return the expected distinct rows by bin, [T, K], of batches ``factor`` times as large."""
-    law_TQ, explained_T = _fit_power_law(histogram_TK, distinct_T, counted_T, rows_T, lookups_T)
-    count_TK = torch.empty_like(histogram_TK)
-    for factor in factor_T.unique().tolist():
-        here_T = factor_T == factor
-        law_TK = law_TQ[here_T] @ _probabilities_at(factor, _POWER_LAW_RATES)
-        count_TK[here_T] = torch.where(explained_T[here_T, None], law_TK, 0.0)
-        rest_T = here_T & ~explained_T
-        if factor < 1:
-            count_TK[rest_T] = (histogram_TK * distinct_T[:, None])[rest_T] @ _thinning(factor)
-    solved: dict[tuple[float, ...], Tensor] = {}
-    for table in (~explained_T & (factor_T > 1)).nonzero()[:, 0].tolist():
-        known = float(distinct_T[table]), float(rows_T[table]), float(lookups_T[table])
-        key = (*histogram_TK[table].tolist(), *known)
-        if key not in solved:
-            solved[key] = _mixture(histogram_TK[table], *known)
-        count_TK[table] = solved[key] @ _probabilities_at(float(factor_T[table]), _MIXTURE_RATES)
-    return count_TK
+def _rows_by_rate(
+    histogram_TK: Tensor, distinct_T: Tensor, counted_T: Tensor, rows_T: Tensor, lookups_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return rows per Poisson rate, [T, Q], and if a power law explains the bins; if not, the rows are a mixture's."""
+    given = (histogram_TK, distinct_T, counted_T, rows_T, lookups_T)
+    parts = zip(*(value.split(512) for value in given), strict=True)  # bounds memory
+    rows_TQ, explained_T = (torch.cat(fits) for fits in zip(*(_fit_power_law(*part) for part in parts), strict=True))
+    for table in (~explained_T).nonzero()[:, 0].tolist():
+        known = (float(value_T[table]) for value_T in (distinct_T, rows_T, lookups_T))
+        rows_TQ[table] = _mixture(tuple(histogram_TK[table].tolist()), *known)
+    return rows_TQ, explained_T
 
 
 def _fit_power_law(
@@ -205,7 +166,7 @@ def _fit_power_law(
 ) -> tuple[Tensor, Tensor]:
     """Return rows per Poisson rate, [T, Q], averaged over exponents by likelihood, and if they explain the bins."""
     law_TAQ = _power_laws(rows_T, lookups_T)
-    law_TAK = law_TAQ @ _probabilities_at(1.0, _POWER_LAW_RATES)
+    law_TAK = law_TAQ @ _probabilities_at(1.0)
     law_TA1 = law_TAK.sum(-1, keepdim=True).clamp_min(1e-300)
     law_TAK = law_TAK / law_TA1
     floor = 1e-4  # bins that a law all but excludes hold a stray row now and then
@@ -220,16 +181,9 @@ def _fit_power_law(
 
 @cache
 @neutral()
-def _rates(grid: tuple[int, int, int]) -> Tensor:
-    low, high, per_octave = grid
-    return torch.logspace(low, high, (high - low) * per_octave + 1, base=2.0, dtype=torch.float64)
-
-
-@cache
-@neutral()
-def _probabilities_at(factor: float, grid: tuple[int, int, int]) -> Tensor:
-    """Return bin probabilities [Q, K] of a rate grid for a batch ``factor`` times as large."""
-    return bin_probabilities(_rates(grid) * factor)
+def _probabilities_at(factor: float) -> Tensor:
+    """Return bin probabilities of the rates, [Q, K], for a batch ``factor`` times as large."""
+    return bin_probabilities(_RATE_Q * factor)
 
 
 def _power_laws(rows_T: Tensor, lookups_T: Tensor) -> Tensor:
@@ -242,38 +196,40 @@ def _power_laws(rows_T: Tensor, lookups_T: Tensor) -> Tensor:
     ranks = torch.arange(1, 65, dtype=torch.float64)
     constant_A = (ranks[:, None] ** -_EXPONENTS).sum(0) - harmonic(ranks[-1])
     top_rate_TA = lookups_T[:, None] / (constant_A + harmonic(rows_T[:, None]))
-    rate_Q = _rates(_POWER_LAW_RATES)
-    edge_Q = (rate_Q[:-1] * rate_Q[1:]).sqrt()
+    edge_Q = (_RATE_Q[:-1] * _RATE_Q[1:]).sqrt()
     above_TAQ = (top_rate_TA[..., None] / edge_Q) ** (1 / _EXPONENTS[:, None])
     above_TAQ = torch.minimum(above_TAQ, rows_T[:, None, None]).floor()
     all_TA1 = rows_T[:, None, None].expand(-1, len(_EXPONENTS), 1)
     return -torch.cat([all_TA1, above_TAQ, torch.zeros_like(all_TA1)], dim=-1).diff(dim=-1)
 
 
-def _mixture(histogram_K: Tensor, distinct: float, rows: float, lookups: float) -> Tensor:
+@lru_cache(maxsize=4096)
+@neutral()
+def _mixture(histogram: tuple[float, ...], distinct: float, rows: float, lookups: float) -> Tensor:
     """Return rows per Poisson rate, [Q], that explain a histogram and give the distinct rows.
 
     Non-negative least squares on the bins and the total lookups, with at most ``rows`` rows in all (a slack takes the
     rest) and a little smoothness.
     """
-    import numpy as np
     from scipy.optimize import nnls
 
-    rate_Q, probability_QK = _rates(_MIXTURE_RATES), _probabilities_at(1.0, _MIXTURE_RATES)
+    histogram_K = torch.tensor(histogram, dtype=torch.float64)
+    rate_M, probability_MK = _RATE_Q[_MIXED], _probabilities_at(1.0)[_MIXED]
     scale_K = 1 / (histogram_K + 1e-3).sqrt()
-    bins_KQ = (probability_QK * scale_K).T
+    bins_KM = (probability_MK * scale_K).T
     strong, smooth = 10.0, 0.003
-    lookups_Q = strong * rate_Q * distinct / lookups
-    rows_Q = torch.full_like(rate_Q, strong * distinct / rows)
-    curvature = smooth * (torch.eye(len(rate_Q), dtype=torch.float64).diff(n=2, dim=0))
-    design = torch.cat([bins_KQ, lookups_Q[None], rows_Q[None], curvature])
+    lookups_M = strong * rate_M * distinct / lookups
+    rows_M = torch.full_like(rate_M, strong * distinct / rows)
+    curvature = smooth * (torch.eye(len(rate_M), dtype=torch.float64).diff(n=2, dim=0))
+    design = torch.cat([bins_KM, lookups_M[None], rows_M[None], curvature])
     slack = torch.zeros(len(design), 1, dtype=torch.float64)
     slack[NUM_REUSE_BINS + 1] = strong
     target = torch.cat([histogram_K * scale_K, torch.tensor([strong, strong]), torch.zeros(len(curvature))])
     solution, _ = nnls(torch.cat([design, slack], dim=1).numpy(), target.double().numpy(), maxiter=3000)
-    rows_Q = torch.from_numpy(np.asarray(solution[:-1]))
+    rows_Q = torch.zeros_like(_RATE_Q)
+    rows_Q[_MIXED] = torch.from_numpy(solution[:-1])
     # Poisson counts spread more than equal ones, for which too few rows fit best.
-    return rows_Q * distinct / (rows_Q @ probability_QK).sum().clamp_min(1e-300)
+    return rows_Q * distinct / (rows_Q @ _probabilities_at(1.0)).sum().clamp_min(1e-300)
 
 
 def cache_hits(
@@ -300,40 +256,30 @@ def cache_hits(
         torch.as_tensor(values, dtype=torch.float64) for values in (rows, lookups, distinct, cached_rows)
     )
     hit_T = torch.ones(len(rows_T), dtype=torch.float64)
-    for part in ((lookups_T > 0) & (cached_T < rows_T)).nonzero()[:, 0].split(512):  # bounds memory
-        given = histogram_TK[part], distinct_T[part], torch.ones(len(part), dtype=torch.bool)
-        law_TQ, explained_T = _fit_power_law(*given, rows_T[part], lookups_T[part])
-        hit_T[part] = _hits(law_TQ, _rates(_POWER_LAW_RATES), cached_T[part])
-        for table in part[~explained_T].tolist():
-            known = float(distinct_T[table]), float(rows_T[table]), float(lookups_T[table])
-            mixture_1Q = _mixture(histogram_TK[table], *known)[None]
-            mixture_1Q = mixture_1Q * (rows_T[table] / mixture_1Q.sum()).clamp_max(1.0)
-            hit_T[table] = _hits(mixture_1Q, _rates(_MIXTURE_RATES), cached_T[table : table + 1])[0]
+    part = ((lookups_T > 0) & (cached_T < rows_T)).nonzero()[:, 0]
+    counted = torch.ones(len(part), dtype=torch.bool)
+    rows_TQ, explained_T = _rows_by_rate(histogram_TK[part], distinct_T[part], counted, rows_T[part], lookups_T[part])
+    fitting_T = torch.where(explained_T, 1.0, (rows_T[part] / rows_TQ.sum(-1)).clamp_max(1.0))
+    hit_T[part] = _hits(rows_TQ * fitting_T[:, None], cached_T[part])
     return hit_T
 
 
-def _hits(rows_TQ: Tensor, rate_Q: Tensor, cached_T: Tensor) -> Tensor:
+def _hits(rows_TQ: Tensor, cached_T: Tensor) -> Tensor:
     """Return shares of distinct rows, [T], in a cache of ``cached_T`` rows."""
     low_T1, high_T1 = (torch.full_like(cached_T[:, None], bound) for bound in _LOG2_BATCHES)
     for _ in range(_HALVINGS):
         middle_T1 = (low_T1 + high_T1) / 2
-        held_TQ = -torch.expm1(-rate_Q * torch.exp2(middle_T1))
+        held_TQ = -torch.expm1(-_RATE_Q * torch.exp2(middle_T1))
         fits_T1 = (rows_TQ * held_TQ).sum(-1, keepdim=True) <= cached_T[:, None]
         low_T1, high_T1 = torch.where(fits_T1, middle_T1, low_T1), torch.where(fits_T1, high_T1, middle_T1)
-    held_TQ, read_Q = -torch.expm1(-rate_Q * torch.exp2(low_T1)), -torch.expm1(-rate_Q)
+    held_TQ, read_Q = -torch.expm1(-_RATE_Q * torch.exp2(low_T1)), -torch.expm1(-_RATE_Q)
     return ((rows_TQ * held_TQ) @ read_Q / (rows_TQ @ read_Q).clamp_min(1e-300)).clamp(0, 1)
 
 
 def merge_reuse(histograms: Sequence[Sequence[float]], distinct: Sequence[float]) -> tuple[tuple[float, ...], float]:
     """Return histogram and distinct rows of a shared table, whose kernel sees a row once per feature that reads it."""
-    total = float(sum(distinct))
-    if total <= 0:
-        return (0.0,) * NUM_REUSE_BINS, 0.0
-    merged = (
-        sum(share * count / total for share, count in zip(share_T, distinct, strict=True))
-        for share_T in zip(*histograms, strict=True)
-    )
-    return tuple(merged), total
+    count_K, total = np.asarray(distinct) @ np.asarray(histograms), float(sum(distinct))
+    return tuple((count_K / max(total, 1e-300)).tolist()), total
 
 
 def shift_reuse(histogram: tuple[float, ...], ratio: float) -> tuple[float, ...]:
@@ -341,28 +287,18 @@ def shift_reuse(histogram: tuple[float, ...], ratio: float) -> tuple[float, ...]
 
     All rows move by the two whole numbers of bins whose means enclose the new mean.
     """
-    means = _shifted_means(histogram)
+    moved_BK, means = _moved(histogram)
     target = means[NUM_REUSE_BINS - 1] * ratio
     upper = min(max(bisect_left(means, target), 1), len(means) - 1)
     low, high = means[upper - 1], means[upper]
     part = min(1.0, max(0.0, (target - low) / (high - low))) if high > low else 1.0
-    lower_bins, upper_bins = (_shifted(histogram, at - NUM_REUSE_BINS + 1) for at in (upper - 1, upper))
-    return tuple((1 - part) * a + part * b for a, b in zip(lower_bins, upper_bins, strict=True))
-
-
-def _shifted(histogram: Sequence[float], bins: int) -> list[float]:
-    """Move up by ``bins``; the outermost bins take the overflow."""
-    moved = [0.0] * NUM_REUSE_BINS
-    for k, share in enumerate(histogram):
-        moved[min(max(k + bins, 0), NUM_REUSE_BINS - 1)] += share
-    return moved
+    return tuple(((1 - part) * moved_BK[upper - 1] + part * moved_BK[upper]).tolist())
 
 
 @lru_cache(maxsize=4096)
-def _shifted_means(histogram: tuple[float, ...]) -> list[float]:
-    """Return the mean reuse of a histogram 16 bins down to 16 bins up, ascending."""
-    mean_K = bin_mean_reuse().tolist()
-    return [
-        sum(share * mean for share, mean in zip(_shifted(histogram, bins), mean_K, strict=True))
-        for bins in range(1 - NUM_REUSE_BINS, NUM_REUSE_BINS)
-    ]
+def _moved(histogram: tuple[float, ...]) -> tuple[np.ndarray, list[float]]:
+    """Return a histogram moved by -16 to 16 bins, [33, K], and the ascending means; outermost bins take overflow."""
+    bins = np.arange(NUM_REUSE_BINS)
+    target_BK = np.clip(np.arange(1 - NUM_REUSE_BINS, NUM_REUSE_BINS)[:, None] + bins, 0, NUM_REUSE_BINS - 1)
+    moved_BK = np.array(histogram) @ (target_BK[..., None] == bins)
+    return moved_BK, (moved_BK @ bin_mean_reuse().numpy()).tolist()
