@@ -44,8 +44,9 @@ from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.pools import named_pool
-from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from dreamshard_planner.workload.tables import Table
 
 LOCAL_BATCH = 2048
 RANKS = (8, 16)

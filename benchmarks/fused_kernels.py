@@ -33,15 +33,9 @@ import torch
 from common.output import provenance, table_of, wide_console, write_result
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import kernel_threads, time_groups
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse
-from dreamshard_planner.workload.tables import (
-    INDEX_BYTES,
-    OUTPUT_BYTES,
-    FeatureStatistics,
-    Table,
-    Workload,
-    workloads_of,
-)
+from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Table, Workload, workloads_of
 
 MIN_ROWS = 1_000_000
 

@@ -64,7 +64,7 @@ from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
 from dreamshard_planner.hot_rows.sharded import HotIndex
 from dreamshard_planner.measure.collectives import TRIMMED, measure
-from dreamshard_planner.workload.hot_rows import HotRows
+from dreamshard_planner.workload.lookups import HotRows
 from dreamshard_planner.workload.pools import named_pool
 
 FEATURES, BATCHES, COUNTED, PASSES, EXCHANGE_ROUNDS, REPEATS = ["f0", "f1"], 2, 8, 20, 7, 9

@@ -50,7 +50,8 @@ from common.output import append, provenance, quiet
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
-from dreamshard_planner.workload.ids import LEAST_READS, MOST_IDS, HotIds
+from dreamshard_planner.workload.counting import LEAST_READS, MOST_IDS
+from dreamshard_planner.workload.lookups import HotIds
 from dreamshard_planner.workload.reuse import default_reuse
 
 LOCAL_BATCH, RANKS, RANKS_PER_HOST = 2560, 96, 8

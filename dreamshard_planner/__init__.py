@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from dreamshard_planner.search_space.placement_rules import PlacementRules as PlacementRules
     from dreamshard_planner.torchrec_components.components import JsonPlanLoader as JsonPlanLoader
     from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers as attach_optimizers
+    from dreamshard_planner.workload.lookups import FeatureStatistics as FeatureStatistics
     from dreamshard_planner.workload.statistics import TableStatistics as TableStatistics
-    from dreamshard_planner.workload.tables import FeatureStatistics as FeatureStatistics
 
 _HOMES = {
     "AcrossPlansLoadPlanner": "across_plans.loading",
@@ -57,7 +57,7 @@ _HOMES = {
     "DreamShardPlanner": "planner",
     "EnvironmentWarning": "environment",
     "Explanation": "planning.explanation",
-    "FeatureStatistics": "workload.tables",
+    "FeatureStatistics": "workload.lookups",
     "FileError": "errors",
     "JsonPlanLoader": "torchrec_components.components",
     "MissingLibraryError": "errors",

@@ -10,7 +10,8 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.problem import Cost, Problem
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.search.effort import SearchConfig
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
+from dreamshard_planner.workload.lookups import FeatureStatistics
+from dreamshard_planner.workload.tables import Table, workloads_of
 
 ROOFLINE = RooflineCost(memory_bytes_per_ms=1e6, uvm_bytes_per_ms=1e5)
 SEARCH = SearchConfig(moves=2000, last_moves=2000)

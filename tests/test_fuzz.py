@@ -46,7 +46,7 @@ from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.collectives import MeasuredCollectives
 from dreamshard_planner.offline.jobs import read_table_list
-from dreamshard_planner.workload.ids import IdHistogram
+from dreamshard_planner.workload.lookups import IdHistogram
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -15,8 +15,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.pools import meta_like, named_pool
-from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from dreamshard_planner.workload.tables import Table
 
 SETTINGS = {"all": (TW, CW, TWCW, RW, TWRW, DP), "no_dp": (TW, CW, TWCW, RW, TWRW)}
 """Sharding types of each setting: those that TorchRec's planner uses unasked, with and without data-parallel."""

@@ -32,7 +32,8 @@ from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search_space.sharding_types import DP, SHARDING_TYPES
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
+from dreamshard_planner.workload.lookups import FeatureStatistics
+from dreamshard_planner.workload.tables import Table, workloads_of
 
 DENSE_FEATURES = 13  # Criteo's
 CROSS_LAYERS, CROSS_RANK = 3, 512  # MLPerf DLRM-DCNv2

@@ -33,7 +33,7 @@ from dreamshard_planner.search_space.replica_rules import in_backward_arguments
 from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.counting import in_smaller_batches
-from dreamshard_planner.workload.hot_rows import HotRows
+from dreamshard_planner.workload.lookups import HotRows
 
 LEAST_GAIN = 0.02
 """Share of a plan's cost that hot rows must save."""
@@ -107,7 +107,7 @@ class _Rated:
 def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_bytes: int) -> HotRowsChoice:
     """Choose hot rows for the sequence tables of a plan, whose own hot rows do not count.
 
-    Only tables with counted ids (:class:`~dreamshard_planner.workload.ids.HotIds`), a row_wise option, an optimizer
+    Only tables with counted ids (:class:`~dreamshard_planner.workload.lookups.HotIds`), a row_wise option, an optimizer
     that replicas can follow and batches of one size may have hot rows.
 
     Args:

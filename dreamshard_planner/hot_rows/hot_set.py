@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 
 from dreamshard_planner.errors import PlanError
-from dreamshard_planner.workload.hot_rows import HotRows
+from dreamshard_planner.workload.lookups import HotRows
 
 
 @dataclass

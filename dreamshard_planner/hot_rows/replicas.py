@@ -29,7 +29,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.search_space.replica_rules import FUSED_DEFAULTS, ReplicaRule, replica_rule, why_not_replicas
 from dreamshard_planner.torchrec_components import compat
-from dreamshard_planner.workload.hot_rows import HotRows
+from dreamshard_planner.workload.lookups import HotRows
 
 _ALIVE: WeakSet[HotReplicas] = WeakSet()
 

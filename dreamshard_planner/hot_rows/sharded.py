@@ -37,7 +37,7 @@ from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.hot_rows.hot_set import HotRowsSharding
 from dreamshard_planner.hot_rows.replicas import HotReplicas
 from dreamshard_planner.torchrec_components import compat
-from dreamshard_planner.workload.hot_rows import HotRows
+from dreamshard_planner.workload.lookups import HotRows
 
 
 @dataclass(frozen=True)

@@ -30,16 +30,9 @@ from dreamshard_planner.support.documents import STRICT, Count, Several, documen
 from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.workload.counting import by_feature, merge_features, of_like_batches
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import (
-    MEMORIES,
-    OPTIMIZERS,
-    FeatureStatistics,
-    Table,
-    Workload,
-    lookup_bytes,
-    workloads_of,
-)
+from dreamshard_planner.workload.tables import MEMORIES, OPTIMIZERS, Table, Workload, lookup_bytes, workloads_of
 
 FORMAT = "dreamshard_planner observation"
 VERSION = 4

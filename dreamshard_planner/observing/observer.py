@@ -42,7 +42,8 @@ from dreamshard_planner.search_space.sharding_types import memory_of
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.torchrec_components.compat import default_store
 from dreamshard_planner.workload.counting import EVERY, BatchSampler
-from dreamshard_planner.workload.tables import FeatureStatistics, costed_optimizer
+from dreamshard_planner.workload.lookups import FeatureStatistics
+from dreamshard_planner.workload.tables import costed_optimizer
 
 logger = logging.getLogger(__name__)
 

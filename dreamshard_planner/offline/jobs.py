@@ -37,9 +37,10 @@ from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYP
 from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import read_json
 from dreamshard_planner.support.formatting import brief, checked, nearest
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
+from dreamshard_planner.workload.tables import Table, costed_optimizer
 
 SCHEMA = "dreamshard_planner.table_list/1"
 OPTIMIZERS = {

@@ -35,7 +35,7 @@ from dreamshard_planner.search_space.options import (
 from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, is_known
 from dreamshard_planner.search_space.usable_options import misses_rows
 from dreamshard_planner.support.formatting import NAMED, memory_in_words, some_of
-from dreamshard_planner.workload.hot_rows import HotRows
+from dreamshard_planner.workload.lookups import HotRows
 
 GivenPlan: TypeAlias = ShardingPlan | SavedPlan | Sequence[ShardingOption]
 """A plan of TorchRec's, one from a file, or one option with ranks for each table."""

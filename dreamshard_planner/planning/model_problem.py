@@ -60,7 +60,7 @@ from dreamshard_planner.search_space.usable_options import mixed_exchanges
 from dreamshard_planner.support.fingerprint import canonical, digest
 from dreamshard_planner.support.formatting import memory_in_words
 from dreamshard_planner.support.torch_state import single_thread
-from dreamshard_planner.workload.tables import FeatureStatistics
+from dreamshard_planner.workload.lookups import FeatureStatistics
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 AnyPlan: TypeAlias = GivenPlan | str | Path

@@ -47,8 +47,8 @@ from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.fingerprint import canonical, digest
 from dreamshard_planner.support.formatting import checked
 from dreamshard_planner.torchrec_components.compat import dense_tensor_bytes, set_dense_tensor_bytes
+from dreamshard_planner.workload.lookups import MAX_BATCH_SIZE, FeatureStatistics
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics
 
 Component = TypeVar("Component")
 LEAST_MEANT, MOST_MEANT = 1e4, 2.4e10

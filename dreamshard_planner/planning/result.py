@@ -44,9 +44,9 @@ from dreamshard_planner.search_space.sharding_types import DENSE, REPLICAS_OF_GR
 from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.support.torch_state import neutral, single_thread
 from dreamshard_planner.workload.counting import in_smaller_batches
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics
 
 MANY_LOOKUPS = 10.0
 """Lookups per sample of features without statistics, for a second figure beside the one for a single lookup."""

@@ -49,17 +49,8 @@ from dreamshard_planner.support.documents import (
 )
 from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.formatting import brief, layout, ranks_in_words
-from dreamshard_planner.workload.hot_rows import HotRows
-from dreamshard_planner.workload.tables import (
-    MAX_BATCH_SIZE,
-    NO_OPTIMIZER,
-    OPTIMIZERS,
-    STATE_BYTES,
-    FeatureStatistics,
-    States,
-    Table,
-    costed_optimizer,
-)
+from dreamshard_planner.workload.lookups import MAX_BATCH_SIZE, FeatureStatistics, HotRows
+from dreamshard_planner.workload.tables import NO_OPTIMIZER, OPTIMIZERS, STATE_BYTES, States, Table, costed_optimizer
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 8

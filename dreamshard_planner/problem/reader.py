@@ -54,12 +54,11 @@ from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.sharding_types import CACHING, DENSE, in_host_memory, memory_of, serves
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.features import feature_matrix
-from dreamshard_planner.workload.hot_rows import without_rows
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import (
     CACHE_LOAD_FACTOR,
     NO_OPTIMIZER,
-    FeatureStatistics,
     Table,
     Workload,
     costed_optimizer,
@@ -282,7 +281,7 @@ class OptionReader:
             share = poolings * batch_size / option.batch_size
             shares.append(share)
             if hot is not None:
-                others = without_rows(feature, hot.ids)
+                others = feature.without_rows(hot.ids)
                 hot_lookups += (feature.pooling_factor - others.pooling_factor) * share
                 feature = others
             if share != 1.0 and share > 0:

@@ -37,7 +37,7 @@ from dreamshard_planner.search_space.sharding_types import (
 from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.torchrec_components.compat import optimizer_name, sharder_of_tables
 from dreamshard_planner.workload.counting import in_smaller_batches
-from dreamshard_planner.workload.tables import FeatureStatistics
+from dreamshard_planner.workload.lookups import FeatureStatistics
 
 DIM_STEP = 4
 """FBGEMM's kernels read four columns at once."""

@@ -18,7 +18,7 @@ from typing import Any, Self
 from torchrec.distributed.planner.types import Perf, PlannerError, PlannerErrorType, Shard, ShardingOption, Storage
 
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec, is_known
-from dreamshard_planner.workload.hot_rows import HotRows
+from dreamshard_planner.workload.lookups import HotRows
 
 SHARDS = {"shards", "_runs", "_ranks", "_shards"}
 """Attributes that hold the shards of TorchRec's options and of ours."""

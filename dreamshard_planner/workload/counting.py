@@ -16,9 +16,8 @@ from torch import Tensor
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.formatting import checked
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.workload.ids import HotCounts, IdHistogram, merge
-from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse, histogram_of_counts
-from dreamshard_planner.workload.tables import FeatureStatistics
+from dreamshard_planner.workload.lookups import FeatureStatistics, HotIds, IdHistogram, merge
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -27,6 +26,40 @@ EVERY = 100
 """Batches per counted batch. Counting takes a fifth to half of a CPU's step (20 ms for 110,000 lookups)."""
 SAME_BATCH = 1.25
 """Largest ratio of batch sizes whose statistics may be merged."""
+LEAST_READS = 0.5
+"""Reads per batch of an id that is kept. A replica of a row pays if a rank's batch reads the row about once."""
+MOST_IDS = 2**16
+"""Most ids kept of a feature; a running count holds twice as many."""
+
+
+class HotCounts:
+    """Running reads of the ids that were read most.
+
+    When there are more than twice :data:`MOST_IDS` ids, those read least are dropped. An id that most batches read is
+    never among them.
+    """
+
+    def __init__(self) -> None:
+        self._id_R = torch.empty(0, dtype=torch.int64)
+        self._reads_R = torch.empty(0, dtype=torch.float64)
+
+    def add(self, id_R: Tensor, reads_R: Tensor) -> None:
+        """Add reads of distinct ids."""
+        self._id_R, place = torch.unique(torch.cat([self._id_R, id_R]), return_inverse=True)
+        reads = torch.cat([self._reads_R, reads_R.double()])
+        self._reads_R = torch.zeros(len(self._id_R), dtype=torch.float64).index_add_(0, place, reads)
+        if len(self._id_R) > 2 * MOST_IDS:
+            kept_R = self._reads_R.topk(MOST_IDS).indices.sort().values
+            self._id_R, self._reads_R = self._id_R[kept_R], self._reads_R[kept_R]
+
+    def statistics(self, batches: int) -> HotIds:
+        """Return the ids that a batch reads :data:`LEAST_READS` times or more, at most :data:`MOST_IDS`."""
+        mean_R = self._reads_R / batches
+        kept_R = mean_R.topk(min(MOST_IDS, len(mean_R))).indices.sort().values
+        kept_R = kept_R[mean_R[kept_R] >= LEAST_READS]
+        # Five digits say all that a sample of batches tells.
+        reads = tuple(float(f"{reads:.5g}") for reads in mean_R[kept_R].tolist())
+        return HotIds(tuple(self._id_R[kept_R].tolist()), reads)
 
 
 class FeatureCounts:
@@ -52,54 +85,41 @@ class FeatureCounts:
         self.largest = max(self.largest, samples)
         id_R, count_R = torch.unique(id_N.long().cpu(), return_counts=True)
         histogram_K, distinct = histogram_of_counts(count_R)
+        reuse = tuple(histogram_K.tolist()), samples, distinct
         ids = IdHistogram.of_counts(id_R, count_R)
-        self._add(1, samples, len(id_N), distinct, histogram_K, ids, weighted)
-        if self._hot is not None:
-            self._hot.add(id_R, count_R)
+        self._add(FeatureStatistics(len(id_N) / samples, *reuse, ids, weighted=weighted), (id_R, count_R))
 
     def add_statistics(self, part: FeatureStatistics) -> None:
         """Count all batches that some statistics were taken from."""
-        distinct, samples = part.distinct_rows, part.batches * part.samples
-        bins_K = None if part.reuse_histogram is None else torch.tensor(part.reuse_histogram, dtype=torch.float64)
-        if distinct is None:
-            distinct = (
-                part.lookups if bins_K is None else part.lookups / float((bins_K @ bin_mean_reuse()).clamp_min(1.0))
-            )
-        lookups = part.pooling_factor * samples
-        self._add(part.batches, samples, lookups, part.batches * distinct, bins_K, part.ids, part.weighted)
-        if part.hot is None and part.lookups:
-            self._hot = None
-        elif part.hot is not None and self._hot is not None:
-            reads_R = torch.tensor(part.hot.reads, dtype=torch.float64) * part.batches
-            self._hot.add(torch.tensor(part.hot.ids, dtype=torch.int64), reads_R)
+        hot = (
+            None if part.hot is None else (torch.tensor(part.hot.ids, dtype=torch.int64), torch.tensor(part.hot.reads))
+        )
+        self._add(part, hot)
 
-    def _add(
-        self,
-        batches: int,
-        samples: int,
-        lookups: float,
-        distinct: float,
-        histogram_K: Tensor | None,
-        ids: IdHistogram | None,
-        weighted: bool,
-    ) -> None:
-        """Add the sums of some batches; without a histogram, their reuse is unknown."""
-        self.batches += batches
-        self.samples += samples
-        self._weighted = self._weighted or weighted
-        if histogram_K is not None or not lookups:
-            self._known_batches += batches
+    def _add(self, part: FeatureStatistics, hot: tuple[Tensor, Tensor] | None) -> None:
+        """Add the sums of some batches, with ids and their reads per batch; without a histogram, reuse is unknown."""
+        lookups, distinct = part.batches * part.lookups, part.batches * part.rows_read
+        self.batches += part.batches
+        self.samples += part.batches * part.samples
+        self._weighted = self._weighted or part.weighted
+        if part.reuse_histogram is not None or not lookups:
+            self._known_batches += part.batches
         if not lookups:
             return
+        ids = part.ids
         if ids is not None and self._ids is not None:
             ids = merge([self._ids, ids], [self._lookups, lookups], [self._distinct, distinct])
         self._ids_are_rows = self._ids_are_rows and ids is not None
         self._ids = ids
         self._lookups += lookups
         self._distinct += distinct
-        if histogram_K is not None:
+        if part.reuse_histogram is not None:
             self._counted += distinct
-            self._count_K += histogram_K * distinct
+            self._count_K += torch.tensor(part.reuse_histogram, dtype=torch.float64) * distinct
+        if hot is None:
+            self._hot = None
+        elif self._hot is not None:
+            self._hot.add(hot[0], hot[1] * part.batches)
 
     def statistics(self) -> FeatureStatistics:
         """Return the statistics of all batches so far; StatisticsError if none has a sample."""
@@ -197,7 +217,7 @@ class BatchSampler:
         if not batch.values().is_cuda:
             self._counts.add(batch)
             return
-        copy, done = _on_host(batch), torch.cuda.Event()
+        copy, done = batch.to(torch.device("cpu"), non_blocking=True), torch.cuda.Event()
         done.record()
         self._copy = copy, done
 
@@ -216,17 +236,6 @@ class BatchSampler:
         """
         self._count_copy()
         return self._counts.statistics(with_samples=True)
-
-
-def _on_host(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Start a copy into pinned memory; it is complete when the current stream gets there. Weights are not copied: only
-    that there are some is counted."""
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    strides = batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None
-    values, lengths = (tensor.to("cpu", non_blocking=True) for tensor in (batch.values(), batch.lengths()))
-    weights = None if batch.weights_or_none() is None else values
-    return KeyedJaggedTensor(batch.keys(), values, weights, lengths=lengths, stride_per_key_per_rank=strides)
 
 
 def in_smaller_batches(features: Mapping[str, FeatureStatistics]) -> list[str]:

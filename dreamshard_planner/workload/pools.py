@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse
-from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from dreamshard_planner.workload.tables import Table
 
 META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Dims that production models use, drawn uniformly; the real ones are not published."""

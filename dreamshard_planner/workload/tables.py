@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import ClassVar, NamedTuple
 
-from dreamshard_planner.errors import StatisticsError, TaskError
+import torch
+
+from dreamshard_planner.errors import TaskError
 from dreamshard_planner.support.documents import STRICT
-from dreamshard_planner.support.formatting import brief, checked
-from dreamshard_planner.workload.ids import HotIds, IdHistogram, merge
+from dreamshard_planner.workload.lookups import FeatureStatistics, IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 
 
@@ -69,87 +70,6 @@ OUTPUT_BYTES = 4
 """Bytes of one output element: TorchRec's kernels put out fp32 by default."""
 CACHE_LOAD_FACTOR = 0.2
 """FBGEMM's and TorchRec's default."""
-MAX_BATCHES = 2**53
-MAX_BATCH_SIZE = 2**40
-"""Largest batch size; its lookups are still whole numbers in fp64."""
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureStatistics:
-    """Lookups of one sparse feature, averaged over batches of ``batch_size`` samples."""
-
-    __pydantic_config__: ClassVar = STRICT
-    pooling_factor: float
-    """Lookups per sample; 0 if the feature is always empty."""
-
-    reuse_histogram: tuple[float, ...] | None = None
-    """Shares of a batch's distinct rows by how often the batch reads them, in the 17 bins (0,1], (1,2], (2,4] ...
-    (32768,inf). None: derived from rows and lookups."""
-
-    batch_size: int | None = None
-    """Samples per batch; required with a histogram."""
-
-    distinct_rows: float | None = None
-    """Distinct rows per batch. None: derived from lookups and histogram, a few percent off."""
-
-    ids: IdHistogram | None = None
-    """Shares of lookups and distinct rows over the table's range of ids. None: even."""
-
-    batches: int = field(default=1, compare=False)
-    """Number of batches counted: the weight of these statistics in a merge."""
-
-    weighted: bool = False
-    """True if batches carry weights of lookups, even if the module asks for none."""
-
-    hot: HotIds | None = None
-    """Ids that a batch reads most. None: unknown."""
-
-    def __post_init__(self) -> None:
-        if (self.ids is not None or self.hot is not None) and self.batch_size is None:
-            raise StatisticsError("a histogram of ids and hot ids belong to a batch size: give batch_size")
-        for name in ("pooling_factor", "distinct_rows"):
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, None if value is None and name == "distinct_rows" else float(value))
-            except (TypeError, ValueError, OverflowError) as error:
-                raise StatisticsError(f"{name.replace('_', ' ')} must be a number, got {brief(value)}") from error
-        if not math.isfinite(self.pooling_factor) or self.pooling_factor < 0:
-            raise StatisticsError(f"pooling factor must be a finite number >= 0, got {self.pooling_factor}")
-        for name, most in (("batch_size", MAX_BATCH_SIZE), ("batches", MAX_BATCHES)):
-            if (value := getattr(self, name)) is not None or name == "batches":
-                object.__setattr__(self, name, checked(name.replace("_", " "), value, 1, most, error=StatisticsError))
-        if self.reuse_histogram is None:
-            if self.distinct_rows is not None:
-                raise StatisticsError(f"distinct rows ({self.distinct_rows}) tell nothing without a reuse histogram")
-            object.__setattr__(self, "batch_size", self.samples)
-            return
-        try:
-            bins = tuple(float(share) for share in self.reuse_histogram)
-        except (TypeError, ValueError, OverflowError) as error:
-            given = brief(self.reuse_histogram)
-            raise StatisticsError(f"a reuse histogram is a list of shares, got {given}") from error
-        if len(bins) != NUM_REUSE_BINS:
-            raise StatisticsError(f"a reuse histogram has {NUM_REUSE_BINS} bins, got {len(bins)}")
-        if not all(math.isfinite(share) and share >= 0 for share in bins):
-            raise StatisticsError(f"reuse histogram shares must be finite and >= 0, got {bins}")
-        if self.pooling_factor > 0 and abs(sum(bins) - 1.0) > 0.02:
-            raise StatisticsError(f"reuse histogram shares must sum to 1, got {sum(bins):.4f}")
-        if self.batch_size is None:
-            raise StatisticsError("a reuse histogram belongs to a batch size: give batch_size")
-        object.__setattr__(self, "reuse_histogram", bins)
-        lookups = self.lookups
-        if self.distinct_rows is not None and not (0 < self.distinct_rows <= lookups * (1 + 1e-6) or lookups == 0):
-            raise StatisticsError(f"distinct rows must be above 0, up to the {lookups:g} lookups: {self.distinct_rows}")
-
-    @property
-    def samples(self) -> int:
-        """Samples per batch; 1 if unknown."""
-        return self.batch_size or 1
-
-    @property
-    def lookups(self) -> float:
-        """Lookups per batch."""
-        return self.pooling_factor * self.samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,8 +241,7 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
     if batch_size < 1:
         raise TaskError(f"batch size must be at least 1, got {batch_size}")
     features = [feature for table in tables for feature in table.features]
-    rows = [table.rows for table in tables for _ in table.features]
-    reuse = iter(_reuse_at(batch_size, features, rows))
+    reuse = iter(_reuse_at(batch_size, features, [table.rows for table in tables for _ in table.features]))
     workloads = []
     for table in tables:
         histograms, distinct = zip(*islice(reuse, len(table.features)), strict=True)
@@ -351,23 +270,23 @@ def _reuse_at(
     batch_size: int, features: Sequence[FeatureStatistics], rows: Sequence[int]
 ) -> list[tuple[tuple[float, ...], float]]:
     """Return each feature's reuse histogram and distinct rows at a batch size: rescaled, or derived without one."""
-    reuse: list[tuple[tuple[float, ...], float]] = [((), 0.0)] * len(features)
+    histogram_FK = torch.zeros(len(features), NUM_REUSE_BINS, dtype=torch.float64)
+    distinct_F = torch.zeros(len(features), dtype=torch.float64)
     known = [i for i, feature in enumerate(features) if feature.reuse_histogram is not None]
     unknown = [i for i, feature in enumerate(features) if feature.reuse_histogram is None]
-    found = []
     if known:
         given = [features[i] for i in known]
-        histograms = [feature.reuse_histogram or () for feature in given]
-        lookups, factors = zip(*((feature.lookups, batch_size / feature.samples) for feature in given), strict=True)
-        counted = [feature.distinct_rows for feature in given]
-        found.append((known, rescale_reuse(histograms, [rows[i] for i in known], lookups, factors, counted)))
+        histogram_FK[known], distinct_F[known] = rescale_reuse(
+            [feature.reuse_histogram or () for feature in given],
+            [rows[i] for i in known],
+            [feature.lookups for feature in given],
+            [batch_size / feature.samples for feature in given],
+            [feature.distinct_rows for feature in given],
+        )
     if unknown:
-        asked = [features[i].pooling_factor * batch_size for i in unknown]
-        found.append((unknown, default_reuse([rows[i] for i in unknown], asked)))
-    for indices, (bins_TK, distinct_T) in found:
-        for i, bins, count in zip(indices, bins_TK.tolist(), distinct_T.tolist(), strict=True):
-            reuse[i] = tuple(bins), count
-    return reuse
+        lookups = [features[i].pooling_factor * batch_size for i in unknown]
+        histogram_FK[unknown], distinct_F[unknown] = default_reuse([rows[i] for i in unknown], lookups)
+    return list(zip(map(tuple, histogram_FK.tolist()), distinct_F.tolist(), strict=True))
 
 
 def _ids_of(table: Table, batch_size: int, distinct: Sequence[float]) -> IdHistogram | None:

@@ -15,7 +15,8 @@ import pytest
 import fused_kernels
 import gpu
 import gpu_contest
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
+from dreamshard_planner.workload.lookups import FeatureStatistics
+from dreamshard_planner.workload.tables import Table, workloads_of
 from fused_kernels import BASE, SWEEPS, moved_bytes
 
 

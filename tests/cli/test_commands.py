@@ -32,7 +32,7 @@ from dreamshard_planner.cli.options import SearchOptions, bytes_per_s, size_byte
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.workload.ids import IdHistogram
+from dreamshard_planner.workload.lookups import IdHistogram
 from dreamshard_planner.workload.tables import Table
 from tests.faults import dreamshard, ended, start, wait_for
 

@@ -25,7 +25,6 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
 from dreamshard_planner.hot_rows.hot_set import hot_rows_of
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.workload.hot_rows import without_rows
 from tests.cli.test_commands import run, run_json
 
 ROWS, DIM, SAMPLES, LOOKUPS, NODES = 20_000, 32, 256, 50, 4
@@ -132,7 +131,7 @@ def test_other_lookups_have_the_statistics_of_batches_without_hot_rows() -> None
         cold = of_f0[~torch.isin(of_f0, ids)]
         lengths = torch.tensor([len(cold), *[0] * (SAMPLES - 1)])
         left.append(KeyedJaggedTensor([FEATURES[0]], cold, lengths=lengths))
-    counted, computed = TableStatistics.from_batches(left)[FEATURES[0]], without_rows(known, ids)
+    counted, computed = TableStatistics.from_batches(left)[FEATURES[0]], known.without_rows(ids)
     assert computed.pooling_factor == pytest.approx(counted.pooling_factor, rel=1e-4)
     assert computed.distinct_rows == pytest.approx(counted.distinct_rows, rel=0.03)
     assert computed.reuse_histogram == pytest.approx(counted.reuse_histogram, abs=0.03)

@@ -19,7 +19,8 @@ from dreamshard_planner.measure.kernels import Arena, check_group
 from dreamshard_planner.measure.ranks import Ranks, local_ranks
 from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, GroupMix, collect, draw_sets, set_work
 from dreamshard_planner.support.files import open_locked
-from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
+from dreamshard_planner.workload.lookups import FeatureStatistics
+from dreamshard_planner.workload.tables import OUTPUT_BYTES, Table
 from tests.faults import ended, start
 
 WHOLE = [

@@ -13,7 +13,7 @@ from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps
-from dreamshard_planner.workload.tables import FeatureStatistics
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from tests.planning.test_context import model
 
 LOCAL_BATCH, WORLD_SIZE = 64, 2

@@ -41,7 +41,7 @@ from dreamshard_planner.offline.what_if import Point, what_if
 from dreamshard_planner.planning.plan_inputs import topology_inputs
 from dreamshard_planner.plans.comparison import machine_differences, stale_differences
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.workload.ids import HotIds, IdHistogram
+from dreamshard_planner.workload.lookups import HotIds, IdHistogram
 from tests.cli.test_commands import run, run_json
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
 from dreamshard_planner.measure.kernels import draw_indices
-from dreamshard_planner.workload.ids import HotIds, IdHistogram, merge
+from dreamshard_planner.workload.lookups import HotIds, IdHistogram, merge
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.reuse import (
     NUM_REUSE_BINS,

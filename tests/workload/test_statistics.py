@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
 from dreamshard_planner.errors import InputWarning
-from dreamshard_planner.workload.counting import BatchSampler, _on_host
+from dreamshard_planner.workload.counting import BatchSampler
 from dreamshard_planner.workload.statistics import SCHEMA
 from tests.counted import batches_of, counted
 
@@ -43,7 +43,7 @@ def test_statistics_from_batches_by_hand() -> None:
     assert statistics["b"] == FeatureStatistics(0.0, None, 2)
 
 
-def test_batches_with_weights_and_with_a_stride_per_key_also_copied_to_the_host() -> None:
+def test_batches_with_weights_and_with_a_stride_per_key() -> None:
     statistics = TableStatistics.from_batches([uneven([1, 1, 2, 3, 4], [2, 1, 2], [2, 1])])
     assert (statistics["a"].pooling_factor, statistics["a"].batch_size) == (1.5, 2)
     assert (statistics["b"].pooling_factor, statistics["b"].batch_size) == (2.0, 1)
@@ -51,9 +51,8 @@ def test_batches_with_weights_and_with_a_stride_per_key_also_copied_to_the_host(
     values, lengths = torch.tensor([1, 1, 2, 3, 4]), torch.tensor([2, 3])
     weighted = KeyedJaggedTensor(["a"], values, weights=torch.rand(5), lengths=lengths)
     plain = KeyedJaggedTensor(["a"], values, lengths=lengths)
-    for one, other in ((weighted, plain), (_on_host(weighted), _on_host(plain))):
-        (with_weights,), (without,) = (TableStatistics.from_batches([batch]).values() for batch in (one, other))
-        assert with_weights.weighted and without == replace(with_weights, weighted=False)
+    with_weights, without = (TableStatistics.from_batches([batch])["a"] for batch in (weighted, plain))
+    assert with_weights.weighted and without == replace(with_weights, weighted=False)
 
 
 def test_batches_of_torchrec_and_a_single_one() -> None:
@@ -271,7 +270,13 @@ def test_batches_of_very_different_sizes_are_warned_of() -> None:
         ((1.0, (1.0,)), "17 bins"),
         ((1.0, ONES), "give batch_size"),
         ((2.0, ONES, 4, 9.0), "up to the 8 lookups: 9"),
-        *[((2.0, ONES, 4, value), f"above 0, up to the 8 lookups: {value}") for value in (0.0, -1.0, math.nan)],
+        ((2.0, ONES, 4, 0.0), "above 0, up to the 8 lookups: 0"),
+        *[
+            ((2.0, ONES, 4, value), f"distinct rows must be a finite number >= 0, got {value}")
+            for value in (-1.0, math.nan)
+        ],
+        ((2.0, 7, 4), "a reuse histogram is a list of shares, got 7"),
+        ((2.0, (0.5,) + (0.0,) * 16, 4), "must sum to 1, got 0.5"),
         ((2.0, None, None, 3.0), "without a reuse histogram"),
     ],
 )
