@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -16,10 +16,10 @@ from torchrec.distributed.planner.types import Perf, ShardEstimator, ShardingOpt
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.problem import Cost, PlacementCosts, Sharding
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, Option, PlacementCosts, Sharding
 from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
 from dreamshard_planner.planning.ranks import PlannedRanks
-from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
+from dreamshard_planner.plans.report import MemoryEntry, Note, Report, ReportEntry, TableEntry, noted
 from dreamshard_planner.problem.allocated import AllocatedStorage
 from dreamshard_planner.problem.parts import Links, ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
@@ -42,7 +42,11 @@ from dreamshard_planner.search_space.usable_options import (
     without_idle_halves,
 )
 from dreamshard_planner.support.formatting import first_of, size_in_words
+from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.statistics import TableStatistics
+
+SKEW_SHOWN = 2.0
+"""Lookups of a row block over its even share from which a note tells it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,13 @@ class RatedPlan:
     def total_ms(self) -> float:
         """Overall cost."""
         return float(self.costs.overall_ms_B[0])
+
+    @property
+    def placed(self) -> Iterator[tuple[str, Option, list[int]]]:
+        """Name, option and ranks of each table."""
+        problem, chosen = self.read.problem, zip(self.sharding.options, self.sharding.positions, strict=True)
+        for name, options, (index, positions) in zip(problem.names, problem.tables, chosen, strict=True):
+            yield name, options[index], options[index].ranks(positions)
 
     @property
     def options(self) -> list[ShardingOption]:
@@ -248,22 +259,42 @@ class PlanRater:
         """
         plan, synced_bytes = rated.options, _synced_bytes(rated) if self.ranks.sync_ms_per_byte else 0.0
         averaging_ms = synced_bytes * self.ranks.sync_ms_per_byte
+        cut_short = "the search was cut short (search_seconds, timeout_seconds); more time may give another plan"
         notes = (
+            *noted("cost", rated.cost.notes(rated.sharding)),
+            *noted("skew", _skews(rated)),
             *notes,
             *self._costs.notes(plan, self.reader),
             *self._price_notes(plan),
             *self._hot_rows_notes(plan),
             *([self._averaging(plan, synced_bytes, averaging_ms)] if averaging_ms else []),
             *noted("table", self.reader.notes(plan)),
+            *noted("search", [cut_short] if result is not None and result.cut_short else []),
         )
-        learned = self.ranks.checkpoint.metadata.get("learned") or {}
-        return replace(
-            Report.of(rated.cost, rated.sharding, rivals, result, notes),
+        problem, collectives = rated.read.problem, rated.read.problem.collectives
+        laid, single_ms_P = problem.laid(rated.sharding), rated.cost.single_ms_P.numpy()
+        memory = zip(MEMORY_KINDS, problem.taken(*laid).T.tolist(), problem.limits_DM.T.tolist(), strict=False)
+        exchanges_ms = zip(collectives.collectives, collectives.each_ms(rated.cost.bytes_sent(*laid)), strict=True)
+        return Report(
+            chosen=ReportEntry.of("dreamshard", rated.costs),
+            rivals=tuple(sorted(rivals, key=lambda rival: rival.total_ms)),
+            cost_source=str(rated.cost.compute.source),
+            collectives_source=collectives.world.source,
+            candidates=0 if result is None else result.candidates,
+            reshards=0 if result is None else result.reshards,
+            memory=tuple(MemoryEntry(kind, tuple(used), tuple(left)) for kind, used, left in memory if any(used)),
+            collectives=tuple((collective.name, ms) for collective, ms in exchanges_ms if ms > 0),
             confidence=self._costs.confidence(plan),
             averaging_ms=averaging_ms,
             estimate_ms=self._costs.estimate_ms(plan),
-            embedding_share=learned.get("embedding_share"),
-        )
+            embedding_share=(self.ranks.checkpoint.metadata.get("learned") or {}).get("embedding_share"),
+            tables=tuple(
+                TableEntry(
+                    name, option.sharding_type, option.kernel, tuple(ranks), tuple(single_ms_P[option.parts].tolist())
+                )
+                for name, option, ranks in rated.placed
+            ),
+        ).noting(notes)
 
     def _hot_rows_notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
         """Return a note on the hot rows of all tables, if there are any."""
@@ -313,3 +344,19 @@ def _synced_bytes(rated: RatedPlan) -> float:
     rank_X, part_X = rated.read.problem.laid(rated.sharding)
     synced_D = torch.zeros(rated.read.problem.num_ranks, dtype=torch.float64)
     return float(synced_D.index_add(0, rank_X, rated.read.column("synced_bytes")[part_X]).max())
+
+
+def _skews(rated: RatedPlan) -> Iterator[str]:
+    """Yield a sentence per table with a block of rows that is read much more than its share of the rows."""
+    features_PF = rated.read.problem.features_PF
+    rows_P, lookups_P = features_PF[:, [FEATURE_INDEX["rows"], FEATURE_INDEX["lookups"]]].double().T.numpy()
+    for name, option, ranks in rated.placed:
+        rows_X, lookups_X = rows_P[option.parts], lookups_P[option.parts]
+        heaviest = int(lookups_X.argmax())
+        share, even = lookups_X[heaviest] / max(1e-9, lookups_X.sum()), rows_X[heaviest] / max(1, rows_X.sum())
+        shown = min(SKEW_SHOWN * even, (1 + even) / 2)  # of two ranks, none can have more than twice an even share
+        if share > shown and rows_X[heaviest] != 1:  # the rows of a block of one cannot be split
+            yield (
+                f"{name}, {option.sharding_type}: rank {ranks[heaviest]} has {share:.0%} of the lookups with "
+                f"{even:.0%} of the rows, since its ids are not read evenly; shuffled ids would spread them"
+            )

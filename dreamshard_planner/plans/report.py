@@ -10,18 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-import torch
-
-from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, PlacementCosts, Sharding
-from dreamshard_planner.search.search import SearchResult
+from dreamshard_planner.cost.problem import PlacementCosts
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.support.documents import STRICT, Amount, Count, Finite, Share, Unbounded, document_of
 from dreamshard_planner.support.formatting import memory_in_words, short_words
-from dreamshard_planner.workload.features import FEATURE_INDEX
 
 MAX_RANKS_SHOWN = 8
-SKEW_SHOWN = 2.0
-"""Lookups of a row block over its even share from which a note tells it."""
 COLLECTIVES_DOMINATE = 0.5
 """Share of the cost from which collectives are the bottleneck."""
 LEVEL = 0.02
@@ -239,43 +233,6 @@ class Report(Predicted):
 
     tables: tuple[TableEntry, ...]
 
-    @classmethod
-    def of(
-        cls,
-        cost: Cost,
-        sharding: Sharding,
-        rivals: Sequence[ReportEntry] = (),
-        result: SearchResult | None = None,
-        notes: Sequence[Note] = (),
-    ) -> Report:
-        """From a finished sharding and the cost by which it was chosen.
-
-        Args:
-            cost: of shardings.
-            sharding: the chosen one.
-            rivals: plans that the sharding was compared with.
-            result: of the search that found it; None where there was none.
-            notes: beside those of cost and search.
-        """
-        cut_short = "the search was cut short (search_seconds, timeout_seconds); more time may give another plan"
-        notes = (
-            *noted("cost", cost.notes(sharding)),
-            *noted("skew", skews(cost, sharding).values()),
-            *notes,
-            *noted("search", [cut_short] if result is not None and result.cut_short else []),
-        )
-        return cls(
-            chosen=ReportEntry.of("dreamshard", cost.rate(sharding)),
-            rivals=tuple(sorted(rivals, key=lambda rival: rival.total_ms)),
-            cost_source=str(cost.compute.source),
-            collectives_source=cost.problem.collectives.world.source,
-            candidates=0 if result is None else result.candidates,
-            reshards=0 if result is None else result.reshards,
-            tables=_tables(cost, sharding),
-            memory=memory_entries(cost, sharding),
-            collectives=each_collective(cost, sharding),
-        ).noting(notes)
-
     @property
     def predicted(self) -> Predicted:
         """As files have it: to the nanosecond."""
@@ -427,61 +384,6 @@ def _against(chosen: ReportEntry, rival: ReportEntry) -> str:
     """Return the gain over a rival in words."""
     gain = 1 - chosen.total_ms / rival.total_ms if rival.total_ms > 0 else 0.0
     return "as much as" if abs(gain) < 0.0005 else f"{abs(gain):.1%} {'less' if gain > 0 else 'more'} than"
-
-
-def _tables(cost: Cost, sharding: Sharding) -> tuple[TableEntry, ...]:
-    single, entries = cost.single_ms_P.tolist(), []
-    for name, options, index, positions in zip(
-        cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
-    ):
-        option = options[index]
-        shard_ms = tuple(single[part] for part in option.parts)
-        ranks = tuple(option.ranks(positions))
-        entries.append(TableEntry(name, option.sharding_type, option.kernel, ranks, shard_ms))
-    return tuple(entries)
-
-
-def skews(cost: Cost, sharding: Sharding) -> dict[str, str]:
-    """Return a sentence per table with a block of rows that is read much more than its share of the rows."""
-    rows_P, lookups_P = cost.problem.features_PF[:, [FEATURE_INDEX["rows"], FEATURE_INDEX["lookups"]]].double().T
-    found = {}
-    for name, options, index, positions in zip(
-        cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
-    ):
-        option = options[index]
-        part_X = torch.tensor(option.parts)
-        rows_X, lookups_X = rows_P[part_X], lookups_P[part_X]
-        heaviest = int(lookups_X.argmax())
-        share = float(lookups_X[heaviest] / lookups_X.sum().clamp_min(1e-9))
-        even = float(rows_X[heaviest] / rows_X.sum())
-        shown = min(SKEW_SHOWN * even, (1 + even) / 2)  # of two ranks, none can have more than twice an even share
-        if share <= shown or rows_X[heaviest] == 1:  # fewer rows than ranks
-            continue
-        rank = option.ranks(positions)[heaviest]
-        found[name] = (
-            f"{name}, {option.sharding_type}: rank {rank} has {share:.0%} of the lookups with {even:.0%} of "
-            "the rows, since its ids are not read evenly; shuffled ids would spread them"
-        )
-    return found
-
-
-def memory_entries(cost: Cost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
-    """Return the bytes of a sharding in every kind of memory that it uses."""
-    problem = cost.problem
-    used_DM, limit_DM = problem.taken(*problem.laid(sharding)), problem.limits_DM
-    return tuple(
-        MemoryEntry(kind, tuple(used_D.tolist()), tuple(limit_D.tolist()))
-        for kind, used_D, limit_D in zip(MEMORY_KINDS, used_DM.T, limit_DM.T, strict=False)  # rules follow
-        if bool(used_D.any())
-    )
-
-
-def each_collective(cost: Cost, sharding: Sharding) -> tuple[tuple[str, float], ...]:
-    """Milliseconds of each collective that moves something, both passes together."""
-    collectives = cost.problem.collectives
-    each_ms = collectives.each_ms(cost.bytes_sent(*cost.problem.laid(sharding)))
-    named = zip(collectives.collectives, each_ms, strict=True)
-    return tuple((collective.name, ms) for collective, ms in named if ms > 0)
 
 
 def _alike(shard_ms: Sequence[float]) -> bool:
