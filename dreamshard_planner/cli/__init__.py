@@ -5,8 +5,7 @@ Commands import what they work with when they run: ``--help``, ``--version`` and
 """
 
 from dreamshard_planner.cli import costs, data, plan, understand
-from dreamshard_planner.cli.app import app
-from dreamshard_planner.cli.output import keep_stdout_for_data, written
+from dreamshard_planner.cli.app import app, keep_stdout_for_data, written
 from dreamshard_planner.environment import load_libc10_first
 
 __all__ = ["app", "costs", "data", "main", "plan", "understand"]

@@ -4,47 +4,55 @@ costs."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
-from dreamshard_planner.cli.app import Panel, command
+import dreamshard_planner as api
+from dreamshard_planner.cli.app import ADVANCED, Panel, Result, command, facts, grid
 from dreamshard_planner.cli.options import (
-    ADVANCED,
     COUNT,
     OUTPUT,
     SECONDS,
     SEED,
     TABLES,
-    CollectivesOption,
     Device,
-    DeviceOption,
-    QuickOption,
-    StartOption,
     StatisticsOption,
-    ThreadsOption,
-    UpdatesOption,
     listed,
-    load_plan,
     read_statistics,
 )
-from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
-from dreamshard_planner.errors import CalibrationRefused, CheckpointError, DatasetError, StatisticsError
+from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.support.files import check_writable
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
     from dreamshard_planner.cost.dataset import CostDataset
     from dreamshard_planner.observing.comparison import RunComparison
     from dreamshard_planner.training import TrainingConfig
     from dreamshard_planner.workload.tables import Table
+
+
+def _present(device: str) -> str:
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise typer.BadParameter("cuda: no GPU that this torch can use")
+    return device
+
+
+def _threads(count: int) -> int:
+    if count > (cores := os.cpu_count() or 1):
+        raise typer.BadParameter(f"{count} threads: this machine has {cores} core(s)")
+    return count
+
 
 CostsOutput = Annotated[
     Path | None,
@@ -56,10 +64,34 @@ FilesArgument = Annotated[
         help="Files of observe(...), all ranks and runs; observation.json stands for observation.0.json and so on."
     ),
 ]
+StartOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|roofline|FILE",
+        help="Costs to correct. auto: those in use on that hardware. roofline: bandwidths. FILE: a cost checkpoint.",
+    ),
+]
+DeviceOption = Annotated[Device, typer.Option(help="Device that kernels run on.", callback=_present)]
+ThreadsOption = Annotated[
+    int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).", callback=_threads, **ADVANCED)
+]
+CollectivesOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Measured collectives, .json of python -m dreamshard_planner.measure.collectives; kept in the checkpoint.",
+        **ADVANCED,
+    ),
+]
+UpdatesOption = Annotated[
+    int | None, typer.Option(min=1, help="Policy updates; default: as many as a few minutes allow.", **ADVANCED)
+]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.", **ADVANCED)
+]
 
 
 @command("dreamshard doctor", Panel.costs)
-def doctor(format: FormatOption = Format.table) -> None:
+def doctor() -> Result:
     """Check this machine: libraries, devices, the costs that plans would be made with, and what CUDA lacks.
 
     Exit status 1 if planning is not possible.
@@ -70,36 +102,31 @@ def doctor(format: FormatOption = Format.table) -> None:
         warnings.simplefilter("ignore")  # of half installed libraries; their findings say it
         findings = diagnose()
     rows = [(finding.subject, finding.found, finding.verdict, finding.advice) for finding in findings]
-    show(findings, format, grid(("", "found", "", "advice"), rows))
-    if any(finding.verdict in PREVENTS_PLANNING for finding in findings):
-        raise typer.Exit(1)
+    status = int(any(finding.verdict in PREVENTS_PLANNING for finding in findings))
+    return Result(findings, [grid(("", "found", "", "advice"), rows)], status)
 
 
 @command("dreamshard observed observation.json", Panel.costs)
 def observed(
     files: FilesArgument,
     out: Annotated[Path | None, OUTPUT(help="Statistics of all observed batches to write, to plan with.")] = None,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Show predicted beside observed times, by rank and kind of work, and say how far to trust the prediction."""
     from dreamshard_planner.observing.comparison import compare
-    from dreamshard_planner.observing.observation import Observation
-    from dreamshard_planner.workload.statistics import TableStatistics
 
-    observation = Observation.load_all(files)
+    observation = api.Observation.load_all(files)
     if out is not None:
         try:
-            merged = TableStatistics.merge(run.statistics for run in observation.runs)
-        except StatisticsError as error:
-            raise StatisticsError(f"{', '.join(map(str, files))}, for --out: {error}") from error
+            merged = api.TableStatistics.merge(run.statistics for run in observation.runs)
+        except api.StatisticsError as error:
+            raise api.StatisticsError(f"{', '.join(map(str, files))}, for --out: {error}") from error
         merged.to_json(out)
     found = [compare(run) for run in observation.runs]
     ranks = [[rank.rank for rank in run.ranks] for run in observation.runs]
-    told = [table for one, of_run in zip(found, ranks, strict=True) for table in _tables(one, of_run)]
-    show(found, format, *told)
+    return Result(found, [part for one, of_run in zip(found, ranks, strict=True) for part in _shown(one, of_run)])
 
 
-def _tables(found: RunComparison, ranks: list[int]) -> list[RenderableType]:
+def _shown(found: RunComparison, ranks: list[int]) -> list[RenderableType]:
     columns, rows = ("milliseconds of a step", *(f"rank {rank}" for rank in ranks)), []
     for one in found.kinds:
         predicted = [""] * len(ranks) if one.predicted_ms is None else [f"{ms:,.3f} -> " for ms in one.predicted_ms]
@@ -115,33 +142,28 @@ def learn(
     costs: StartOption = "auto",
     out: CostsOutput = None,
     force: Annotated[bool, typer.Option("--force", help="Keep the result, even if nothing is better.")] = False,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Correct costs by observed steps, as far as held-out kernels confirm.
 
     If they confirm nothing, nothing is written, and the exit status is 1.
     """
     from dreamshard_planner.checkpoints.choice import resolve
     from dreamshard_planner.observing.learning import learn
-    from dreamshard_planner.observing.observation import Observation
 
     if costs != "auto" and out is None:
         raise typer.BadParameter(
             f"{costs} may be further off than what plans take now, which auto corrects: say where to, --out FILE",
             param_hint="--costs",
         )
-    observation = Observation.load_all(files)
+    observation = api.Observation.load_all(files)
     hardware = observation.hardware
-    device = str(hardware["device"])
-    start = resolve(costs, device, threads=int(hardware["threads"]), card=str(hardware["name"]))
-    path = out or _keep_in(hardware, "learned")
-    with _refusal_told(path):
-        made = learn(start, observation, path, force=force)
+    device, threads, name = str(hardware["device"]), int(hardware["threads"]), str(hardware["name"])
+    start = resolve(costs, device, threads=threads, card=name)
+    made = _make(out, hardware, lambda path: learn(start, observation, path, force=force), "learned")
     told = made.metadata["learned"]
-    _tell_where(path, out is not None)
     typer.echo(f"corrected: {told['from']}", err=True)
     checks = [check["said"] for check in told["checks"]]
-    show(told, format, "\n".join([*checks, *told["exchanges"], told["said"], *told["left_out"]]))
+    return Result(told, [*checks, *told["exchanges"], told["said"], *told["left_out"]])
 
 
 @command("dreamshard calibrate --seconds 60", Panel.costs)
@@ -154,13 +176,12 @@ def calibrate(
         Path | None, typer.Option(help="Plan file that gives tables and batches, instead of --tables.")
     ] = None,
     statistics: StatisticsOption = None,
-    device: DeviceOption = Device.cpu,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = 1,
     collectives: CollectivesOption = None,
     seed: Annotated[int, SEED(help="Seed of the sets.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Keep the result, even of few sets or a busy core.")] = False,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Correct costs for this machine, by optimizer, forward and backward. Show their errors before and after.
 
     Costs stay unless held-out sets confirm the correction. On a busy core, or with few sets, nothing is written, and
@@ -170,55 +191,43 @@ def calibrate(
     from dreamshard_planner.measure.hardware import describe_hardware
     from dreamshard_planner.training import calibrate
 
-    start = resolve(costs, device.value, threads=threads)
+    start = resolve(costs, device, threads=threads)
     if start.cost is None:
-        raise CheckpointError(
+        raise api.CheckpointError(
             f"{start.name} holds a policy and no cost network to calibrate, since nothing was measured on a device "
-            f"like this: make one with dreamshard train --device {device.value}{'' if out is None else f' --out {out}'}"
+            f"like this: make one with dreamshard train --device {device}{'' if out is None else f' --out {out}'}"
         )
     own, batches = _own_tables(tables, plan, statistics)
-    path = out or _keep_in(describe_hardware(device.value, threads), how="calibrated")
-    with _refusal_told(path):
-        made = calibrate(
-            start,
-            path,
-            seconds=seconds,
-            device=device.value,
-            threads=threads,
-            tables=own,
-            batch_sizes=batches,
-            collectives=_read_collectives(collectives),
-            seed=seed,
-            force=force,
-        )
-    told = made.metadata["calibration"]
-    _tell_where(path, out is not None)
-    show(told, format, "\n".join(check["said"] for check in told["checks"]))
+    begin = partial(
+        calibrate,
+        start,
+        seconds=seconds,
+        device=device,
+        threads=threads,
+        tables=own,
+        batch_sizes=batches,
+        collectives=_read_collectives(collectives),
+        seed=seed,
+        force=force,
+    )
+    told = _make(out, describe_hardware(device, threads), begin, "calibrated").metadata["calibration"]
+    return Result(told, [check["said"] for check in told["checks"]])
 
 
 def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) -> tuple[list[Table] | None, list[int]]:
-    """Return the tables of a list or of a plan, None without either, and the batches that the plan's kernels see."""
-    from dreamshard_planner.offline.jobs import read_model
-    from dreamshard_planner.workload.statistics import TableStatistics
+    """Return the tables of a source or of a plan, None without either, and the batches that the plan's kernels see."""
+    from dreamshard_planner.offline import read_model
+    from dreamshard_planner.offline.from_plan import job_of
 
-    if (source is None) == (plan is None):
-        if source is not None or statistics is not None:
-            raise typer.BadParameter("give --tables or --plan, one of them, with --statistics or without")
-        return None, []
-    known = read_statistics(statistics)
-    if plan is not None:
-        saved = load_plan(plan)
-        inputs = saved.inputs
-        if known is not None:
-            known.unused(name for table in inputs.tables.values() for name in table.features)
-        known = TableStatistics({**inputs.features, **(known or {})})
-        of_plan = [table.table(name, known) for name, table in inputs.tables.items()]
-        return of_plan, [inputs.batch_size * inputs.topology.world_size]
-    if source is None or not (model := read_model(source)).specs:
-        raise typer.BadParameter(f"--tables {source}: of a function's model, give a plan, with --plan")
-    if known is not None:
-        model = model.with_statistics(known)
-    return [spec.table(model.statistics or {}) for spec in model.specs], []
+    if source is not None and plan is None:
+        return read_model(source).with_statistics(read_statistics(statistics)).tables(), []
+    if plan is not None and source is None:
+        saved = api.SavedPlan.load(plan)
+        model = job_of(saved, read_statistics(statistics)).model
+        return model.tables(), [saved.inputs.batch_size * saved.inputs.topology.world_size]
+    if plan is not None or statistics is not None:
+        raise typer.BadParameter("give --tables or --plan, one of them, with --statistics or without")
+    return None, []
 
 
 @command("dreamshard train --out my.safetensors", Panel.advanced)
@@ -227,7 +236,7 @@ def train(
     seconds: Annotated[
         float | None, SECONDS(min=1, help="Time for measuring kernels; default: 300, or 8 with --quick.")
     ] = None,
-    device: DeviceOption = Device.cpu,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = 1,
     seed: Annotated[int, SEED(help="Seed of tables, sets, networks and policy.")] = 0,
     roofline: Annotated[
@@ -236,8 +245,7 @@ def train(
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
     quick: QuickOption = False,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Make a cost checkpoint: measure fused kernels, fit the cost network, train the policy.
 
     The same command continues an interrupted run. Training starts from the shipped policy and, on CPUs, the shipped
@@ -250,19 +258,18 @@ def train(
     from dreamshard_planner.training import train, train_on_roofline
 
     _check_out(out, quick, roofline)
-    path = out or _keep_in(describe_hardware(device.value, threads))
-    config = replace(_config(quick, updates, collectives, seed), device=device.value, threads=threads)
+    config = replace(_config(quick, updates, collectives, seed), device=device, threads=threads)
     config = config if seconds is None else replace(config, seconds=seconds)
     if not (roofline or quick):
-        kept = config.collectives or resolve("auto", device.value, threads=threads).metadata.get("collectives")
+        kept = config.collectives or resolve("auto", device, threads=threads).metadata.get("collectives")
         # Whatever the user's own are, an interrupted training goes on as it began. On GPUs costs start from bandwidths.
-        start = shipped(SHIPPED, "cpu") if device is Device.cpu else None
+        start = shipped(SHIPPED, "cpu") if device == "cpu" else None
         config = replace(config, start=start, collectives=kept)
     if roofline and not quick:
         config = replace(config, reinforce=replace(FROM_SCRATCH, updates=updates or FROM_SCRATCH.updates))
+    begin = partial(train_on_roofline if roofline else train, config)
     with _measuring():
-        checkpoint = train_on_roofline(config, path) if roofline else train(config, path)
-    _show_made(checkpoint, path, out is not None, format)
+        return _validated(_make(out, describe_hardware(device, threads), begin))
 
 
 @command("dreamshard collect --seconds 60 --out sets.npz", Panel.advanced)
@@ -276,11 +283,10 @@ def collect(
         list[int] | None, COUNT(help="Samples that a kernel sees; repeatable; default: by device.", **ADVANCED)
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.", **ADVANCED)] = 5,
-    device: DeviceOption = Device.cpu,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = 1,
     seed: Annotated[int, SEED(help="Seed of sets, indices and order.")] = 0,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Measure random sets of tables as fused kernels. The same command continues an interrupted run."""
     from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, collect, draw_sets
     from dreamshard_planner.workload.pools import pool_tables
@@ -289,13 +295,14 @@ def collect(
     if folder == out:
         raise typer.BadParameter(f"{out}: the measured blocks go there; a dataset ends in .npz")
     tables = pool_tables(listed(pools))[held_out]
-    drawn = draw_sets(tables, sets, seed, batch_sizes or None, MAX_TABLES, device=device.value, shard_share=SHARD_SHARE)
+    drawn = draw_sets(tables, sets, seed, batch_sizes or None, MAX_TABLES, device=device, shard_share=SHARD_SHARE)
     with _measuring():
-        dataset = collect(drawn, folder, device.value, threads, repeats, seed, seconds)
+        dataset = collect(drawn, folder, device, threads, repeats, seed, seconds)
     dataset.save(out)
     spread, told = float(dataset.spread.mean()), {"dataset": str(out), "blocks": str(folder), "sets": len(dataset)}
     told |= {"sets_drawn": sets, "spread_of_repeats": spread}
-    show(told, format, f"{out}: {len(dataset)} of {sets} sets, spread of repeats {spread:.1%}; blocks in {folder}")
+    said = f"{out}: {len(dataset)} of {sets} sets, spread of repeats {spread:.1%}; blocks in {folder}"
+    return Result(told, [said])
 
 
 @command("dreamshard fit --dataset sets.npz --test-dataset held_out.npz --out my.safetensors", Panel.advanced)
@@ -307,27 +314,20 @@ def fit(
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
     quick: QuickOption = False,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Make a cost checkpoint from measured sets; needs no hardware."""
     from dreamshard_planner.training import learn
 
     _check_out(out, quick)
     config = _config(quick, updates, collectives, seed)
     train_data, test_data = (_joined(paths) for paths in (dataset, test_dataset))
-    path = out or _keep_in(train_data.hardware)
-    checkpoint, _ = learn(config, train_data, test_data)
-    checkpoint.save(path)
-    _show_made(checkpoint, path, out is not None, format)
 
+    def learned(path: Path) -> api.Checkpoint:
+        checkpoint, _ = learn(config, train_data, test_data)
+        checkpoint.save(path)
+        return checkpoint
 
-def _keep_in(hardware: Mapping[str, Any], how: str = "") -> Path:
-    """Return the file among the user's own checkpoints to write, checked."""
-    from dreamshard_planner.checkpoints import choice
-
-    out = choice.new_file(hardware, how)
-    check_writable(out)
-    return out
+    return _validated(_make(out, train_data.hardware, learned))
 
 
 def _check_out(out: Path | None, quick: bool, roofline: bool = False) -> None:
@@ -337,30 +337,31 @@ def _check_out(out: Path | None, quick: bool, roofline: bool = False) -> None:
         raise typer.BadParameter(f"--{'roofline' if roofline else 'quick'} makes {made}: say where to, with --out FILE")
 
 
-def _tell_where(out: Path, given: bool) -> None:
-    """Say on stderr how to use a new checkpoint."""
-    if given:
-        typer.echo(f'plan with it: DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --costs {out}', err=True)
-    else:
-        typer.echo(f"kept in {out}; dreamshard info auto tells which file plans on this machine take", err=True)
+def _make(
+    out: Path | None, hardware: Mapping[str, Any], make: Callable[[Path], api.Checkpoint], how: str = ""
+) -> api.Checkpoint:
+    """Make a checkpoint in ``out``, or in a new file among the user's own. Say on stderr how to use it, or what was
+    checked if costs are not corrected."""
+    from dreamshard_planner.checkpoints.choice import new_file
 
-
-def _show_made(checkpoint: Checkpoint, path: Path, given: bool, format: Format) -> None:
-    """Show a new checkpoint's errors on held-out tables, and how to use it."""
-    validation = checkpoint.metadata["validation"]
-    _tell_where(path, given)
-    show(validation, format, facts(validation, str(path)))
-
-
-@contextmanager
-def _refusal_told(out: Path) -> Iterator[None]:
-    """Say on stderr what was checked if costs are not corrected and nothing is written."""
+    path = out or new_file(hardware, how)
+    check_writable(path)
     try:
-        yield
+        made = make(path)
     except CalibrationRefused as refused:
         for check in refused.checks:
             typer.echo(check["said"], err=True)
-        raise CalibrationRefused(f"{out} stays as it was: {refused}; or --force") from refused
+        raise CalibrationRefused(f"{path} stays as it was: {refused}; or --force") from refused
+    kept = f"kept in {path}; dreamshard info auto tells which file plans on this machine take"
+    given = f'plan with it: DreamShardPlanner(checkpoint="{path}"), or dreamshard plan --costs {path}'
+    typer.echo(kept if out is None else given, err=True)
+    return made
+
+
+def _validated(made: api.Checkpoint) -> Result:
+    """Return a new checkpoint's errors on held-out tables."""
+    validation = made.metadata["validation"]
+    return Result(validation, [facts(validation, "on held-out tables")])
 
 
 @contextmanager
@@ -381,8 +382,8 @@ def _joined(paths: Sequence[Path]) -> CostDataset:
     for path, other in zip(paths[1:], datasets[1:], strict=True):
         try:
             CostDataset.concatenate([datasets[0], other])
-        except DatasetError as error:
-            raise DatasetError(f"{path} does not go with {paths[0]}: {error}") from error
+        except api.DatasetError as error:
+            raise api.DatasetError(f"{path} does not go with {paths[0]}: {error}") from error
     return CostDataset.concatenate(datasets)
 
 

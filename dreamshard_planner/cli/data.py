@@ -3,32 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from dreamshard_planner.cli.app import Commands, Panel, app, command
-from dreamshard_planner.cli.options import (
-    BATCH_SIZE,
-    COUNT,
-    OUTPUT,
-    PLAN_AGAIN,
-    SearchOptions,
-    listed,
-    load_plan,
-    takes,
-)
-from dreamshard_planner.cli.output import Format, FormatOption, grid, show
-from dreamshard_planner.errors import StatisticsError
+import dreamshard_planner as api
+from dreamshard_planner.cli.app import Commands, Panel, Result, app, command, grid, save
+from dreamshard_planner.cli.options import BATCH_SIZE, COUNT, OUTPUT, PLAN_AGAIN, SearchOptions, listed
 from dreamshard_planner.support.formatting import first_of
 
-if TYPE_CHECKING:
-    from dreamshard_planner.workload.statistics import TableStatistics
-
 stats = typer.Typer(cls=Commands, no_args_is_help=True, help="Count how features read their tables in your data.")
-app.add_typer(stats, name="stats", rich_help_panel=Panel.data.value)
+app.add_typer(stats, name="stats", rich_help_panel=Panel.data)
 WORTH = 0.05
 """Default share of the cost from which planning again is worth it."""
 StatisticsOutput = Annotated[Path, OUTPUT(help="Statistics to write, .json.")]
@@ -46,16 +32,13 @@ def parquet(
         ),
     ] = None,
     max_batches: Annotated[int | None, COUNT(help="Most batches to count.")] = None,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Count lookups in parquet files, batch by batch; needs pyarrow."""
-    from dreamshard_planner.workload.statistics import TableStatistics
-
     names: dict[str, str] | None = None
     if features is not None:
         pairs = (name.partition("=") for name in listed(features))
         names = {feature.strip(): (column or feature).strip() for feature, _, column in pairs}
-    counted = TableStatistics.from_parquet(paths, batch_size, names, max_batches, progress=True)
+    counted = api.TableStatistics.from_parquet(paths, batch_size, names, max_batches, progress=True)
     if names is None:
         from dreamshard_planner.workload.parquet import columns_left_out
 
@@ -64,23 +47,19 @@ def parquet(
                 f"not counted, since they hold no lists: {', '.join(left)}; name all that are ids with --features",
                 err=True,
             )
-    _keep(counted, out, format)
+    return _kept(counted, out)
 
 
 @command("dreamshard stats merge monday.json tuesday.json --out week.json", of=stats)
 def merge(
     paths: Annotated[list[Path], typer.Argument(help="Statistics, .json, all of one batch size.")],
     out: StatisticsOutput,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Merge several files of statistics, weighted by their batches."""
-    from dreamshard_planner.workload.statistics import TableStatistics
-
-    _keep(TableStatistics.merge(map(TableStatistics.from_json, paths)), out, format)
+    return _kept(api.TableStatistics.merge(map(api.TableStatistics.from_json, paths)), out)
 
 
-@command("dreamshard stats diff monday.json tuesday.json", of=stats)
-@takes(SearchOptions)
+@command("dreamshard stats diff monday.json tuesday.json", of=stats, takes=SearchOptions)
 def diff(
     options: SearchOptions,
     before: Annotated[
@@ -94,42 +73,35 @@ def diff(
     worth: Annotated[
         float, typer.Option(min=0, max=1, help="Least gain, as a share of the plan's cost, for which to plan again.")
     ] = WORTH,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Tell which features drifted, and with --plan what planning again would gain.
 
     With --plan, exit status 3 if that is worth it, 0 if the plan may stay.
     """
-    from dreamshard_planner.workload.statistics import TableStatistics
-
-    saved = None if plan is None else load_plan(plan)
+    saved = None if plan is None else api.SavedPlan.load(plan)
     if after is not None:
-        one, newer = TableStatistics.from_json(before), after
+        one, newer = api.TableStatistics.from_json(before), after
     elif saved is not None:
-        one, newer = TableStatistics(saved.inputs.features), before
+        one, newer = api.TableStatistics(saved.inputs.features), before
     else:
         raise typer.BadParameter("give two files of statistics, or --plan, whose file holds the older ones")
-    other = TableStatistics.from_json(newer)
+    other = api.TableStatistics.from_json(newer)
     if saved is not None and after is None and not one.keys() & other.keys():
         held = f"none of the {len(other)} feature(s) of {newer}" if one else "no statistics"
-        raise StatisticsError(
+        raise api.StatisticsError(
             f"{saved.name} holds {held}, so no drift can be seen: give the statistics that it was made with as well, "
             f"dreamshard stats diff OLDER {newer} --plan {plan}"
         )
     found = one.diff(other)
     if saved is None:
-        show(found.to_dict(), format, str(found))
-        return
+        return Result(found.to_dict(), [str(found)])
     notes = []
     if after is None and found.only_after:
         notes.append(
             f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {first_of(found.only_after, 3)}; "
             f"give those that it was made with before {newer.name} to see what drifted."
         )
-    from dreamshard_planner.offline.from_plan import job_of
-
-    job = job_of(saved, other)
-    planner = replace(job, settings={**job.settings, **options.settings()}).plan()
+    planner = options.job_of(saved, other).plan()
     keep_ms, again_ms = planner.predict(saved).total_ms, planner.report().chosen.total_ms
     gain = max(0.0, 1 - again_ms / keep_ms) if keep_ms > 0 else 0.0
     verdict = "plan again" if gain >= worth else "keep the plan"
@@ -138,14 +110,13 @@ def diff(
         f"{again_ms:.3f} ms: {gain:.1%} less; planning again pays from {worth:.1%}."
     )
     replanning = {"keep_ms": keep_ms, "again_ms": again_ms, "gain": gain}
-    show({**found.to_dict(), "verdict": verdict, "replanning": replanning}, format, said, str(found), *notes)
-    if gain >= worth:
-        raise typer.Exit(PLAN_AGAIN)
+    document = {**found.to_dict(), "verdict": verdict, "replanning": replanning}
+    return Result(document, [said, str(found), *notes], PLAN_AGAIN if gain >= worth else 0)
 
 
-def _keep(counted: TableStatistics, out: Path, format: Format) -> None:
-    counted.to_json(out)
-    typer.echo(f"written to {out}", err=True)
+def _kept(counted: api.TableStatistics, out: Path) -> Result:
+    """Write statistics and show them."""
+    save(out, counted.to_json)
     document = {
         name: {
             "pooling_factor": feature.pooling_factor,
@@ -158,4 +129,5 @@ def _keep(counted: TableStatistics, out: Path, format: Format) -> None:
         for name, feature in counted.items()
     }
     columns = ("feature", "lookups per sample", "batch size", "batches", "distinct rows", "reads of each", "largest id")
-    show(document, format, grid(columns, [(name, *values.values()) for name, values in document.items()], str(out)))
+    rows = [(name, *values.values()) for name, values in document.items()]
+    return Result(document, [grid(columns, rows, str(out))])

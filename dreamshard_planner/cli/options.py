@@ -1,36 +1,28 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Options that several commands share, their values, and the job that they describe."""
+"""Options that several commands share, and how values of options are read."""
 
 from __future__ import annotations
 
-import inspect
 import math
-import os
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dreamshard_planner.devices import GPUS, MAX_RANKS, Machine
+import dreamshard_planner as api
+from dreamshard_planner.cli.app import ADVANCED
+from dreamshard_planner.devices import MAX_RANKS, Machine
 from dreamshard_planner.errors import FileError, TaskError
-from dreamshard_planner.search.effort import EFFORTS
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.support.formatting import brief
 
 if TYPE_CHECKING:
-    from dreamshard_planner.offline.jobs import Job
-    from dreamshard_planner.plans.plan_file import SavedPlan
-    from dreamshard_planner.search_space.placement_rules import PlacementRules
-    from dreamshard_planner.workload.statistics import TableStatistics
+    from dreamshard_planner.offline import Job
 
-ADVANCED: dict[str, Any] = {"rich_help_panel": "Advanced"}
-"""For options beyond a help's first screen."""
 PLAN_AGAIN = 3
 """Exit status if planning again, or moving, is worth it. Errors have 1, and unreadable command lines 2."""
 DAY = 86_400
@@ -39,16 +31,6 @@ MAX_COUNT, MAX_BYTES, MAX_SEED = 2**53, 2**60, 2**53
 """Larger values are mistyped, and fit into no tensor."""
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 NUMBER = r"\d+(?:\.\d*)?|\.\d+"
-
-
-class Device(StrEnum):
-    """Kind of device that kernels run on."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-Effort = StrEnum("Effort", list(EFFORTS))  # type: ignore[misc]  # mypy wants the names spelled out
 
 
 def gpu(text: str) -> str:
@@ -122,24 +104,9 @@ def _writable(path: Path | None) -> Path | None:
     return path
 
 
-def _present(device: Device) -> Device:
-    if device is Device.cuda:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise typer.BadParameter("cuda: no GPU that this torch can use")
-    return device
-
-
-def _threads(count: int) -> int:
-    if count > (cores := os.cpu_count() or 1):
-        raise typer.BadParameter(f"{count} threads: this machine has {cores} core(s)")
-    return count
-
-
 COUNT = partial(typer.Option, parser=whole, metavar="COUNT")
-SIZE = partial(typer.Option, parser=size_bytes, metavar="SIZE")
-RATE = partial(typer.Option, parser=bytes_per_s, metavar="RATE")
+SIZE = partial(typer.Option, parser=size_bytes, metavar="SIZE", **ADVANCED)
+RATE = partial(typer.Option, parser=bytes_per_s, metavar="RATE", **ADVANCED)
 SECONDS = partial(typer.Option, max=DAY)
 SEED = partial(typer.Option, callback=_seed, **ADVANCED)
 OUTPUT = partial(typer.Option, callback=_writable)
@@ -153,27 +120,11 @@ TABLES = typer.Option(
 RANKS = COUNT("--gpus-per-node", "--ranks", help="Ranks of each node: GPUs, or with --device cpu processes.")
 NODES = COUNT(help="Nodes.")
 BATCH_SIZE = COUNT(help="Samples in the batch of one rank.")
+Device = Literal["cpu", "cuda"]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard plan or DreamShardPlanner.save_plan.")]
 PlanOutput = Annotated[Path | None, OUTPUT(help="Plan to write, .json: JsonPlanLoader reads it in training.")]
 HtmlOption = Annotated[
     Path | None, OUTPUT(help="Page to write, .html: the report in one file, without scripts or network.")
-]
-DeviceOption = Annotated[Device, typer.Option(help="Device that kernels run on.", callback=_present)]
-ThreadsOption = Annotated[
-    int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).", callback=_threads, **ADVANCED)
-]
-QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.", **ADVANCED)
-]
-CollectivesOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Measured collectives, .json of python -m dreamshard_planner.measure.collectives; kept in the checkpoint.",
-        **ADVANCED,
-    ),
-]
-UpdatesOption = Annotated[
-    int | None, typer.Option(min=1, help="Policy updates; default: as many as a few minutes allow.", **ADVANCED)
 ]
 StatisticsOption = Annotated[
     Path | None,
@@ -187,24 +138,13 @@ CostsOption = Annotated[
         "torchrec: TorchRec's estimates. FILE: a cost checkpoint. Default: auto, or those of the plan file.",
     ),
 ]
-StartOption = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|roofline|FILE",
-        help="Costs to correct. auto: those in use on that hardware. roofline: bandwidths. FILE: a cost checkpoint.",
-    ),
-]
 COST_SOURCES = ("auto", "roofline", "torchrec")
 """Names of costs that are no file."""
 
 
-def read_statistics(path: Path | None) -> TableStatistics | None:
+def read_statistics(path: Path | None) -> api.TableStatistics | None:
     """Read a file of statistics if there is one."""
-    if path is None:
-        return None
-    from dreamshard_planner.workload.statistics import TableStatistics
-
-    return TableStatistics.from_json(path)
+    return None if path is None else api.TableStatistics.from_json(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +153,7 @@ class SearchOptions:
 
     costs: CostsOption = None
     effort: Annotated[
-        Effort | None,
+        Literal["quick", "default", "thorough"] | None,
         typer.Option(
             help="Number of plans to try. Without it: that of the plan file, otherwise default; in what-if: quick.",
             **ADVANCED,
@@ -232,10 +172,17 @@ class SearchOptions:
             "cost_source": "auto" if is_file else self.costs,
             "checkpoint": self.costs if is_file else None,
             "seed": self.seed,
-            "effort": self.effort and self.effort.value,
+            "effort": self.effort,
             "search_seconds": self.search_seconds,
         }
         return {name: value for name, value in given.items() if value is not None}
+
+    def job_of(self, saved: api.SavedPlan, statistics: api.TableStatistics | None) -> Job:
+        """Return a plan's job with these options, and with other statistics if they are given."""
+        from dreamshard_planner.offline.from_plan import job_of
+
+        job = job_of(saved, statistics)
+        return replace(job, settings={**job.settings, **self.settings()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +191,7 @@ class RatingOptions(SearchOptions):
 
     statistics: StatisticsOption = None
     hot_rows: Annotated[
-        int | None,
-        SIZE(help="Memory limit of a rank for hot rows of sequence tables, as 1GB; needs statistics.", **ADVANCED),
+        int | None, SIZE(help="Memory limit of a rank for hot rows of sequence tables, as 1GB; needs statistics.")
     ] = None
     vocabulary: Annotated[
         str | None,
@@ -256,164 +202,3 @@ class RatingOptions(SearchOptions):
         """Return the planner's arguments that were given."""
         hot = {"hot_rows_bytes": self.hot_rows, "vocabulary": self.vocabulary}
         return super().settings() | {name: value for name, value in hot.items() if value is not None}
-
-    def job_of(self, saved: SavedPlan) -> Job:
-        """Return a plan's job with the given statistics, costs and search."""
-        from dreamshard_planner.offline.from_plan import job_of
-
-        job = job_of(saved, read_statistics(self.statistics))
-        return replace(job, settings={**job.settings, **self.settings()})
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions(RatingOptions):
-    """Options of ``plan``: the job."""
-
-    tables: Annotated[str, TABLES]
-    gpus_per_node: Annotated[int, RANKS]
-    nodes: Annotated[int, NODES] = 1
-    gpu: Annotated[str | None, typer.Option(help=f"Model of GPU: {', '.join(GPUS)}.")] = None
-    batch_size: Annotated[int, BATCH_SIZE]
-    device: Annotated[Device, typer.Option(help="Device that trains.", **ADVANCED)] = Device.cuda
-    memory: Annotated[int | None, SIZE(help="Memory of one rank, as 80GB.", **ADVANCED)] = None
-    memory_bandwidth: Annotated[float | None, RATE(help="Bandwidth of that memory, as 2039GB/s.", **ADVANCED)] = None
-    host_memory: Annotated[int | None, SIZE(help="A GPU's part of its host's memory.", **ADVANCED)] = None
-    intra_bandwidth: Annotated[
-        float | None, RATE(help="Bandwidth of a rank to its own node, one direction.", **ADVANCED)
-    ] = None
-    inter_bandwidth: Annotated[
-        float | None, RATE(help="Bandwidth of a rank to other nodes, one direction.", **ADVANCED)
-    ] = None
-    reserve: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=0.99, help="Share of the memory kept free of tables; default: TorchRec's estimate.", **ADVANCED
-        ),
-    ] = None
-    sharding_types: Annotated[
-        str | None, typer.Option(help="TorchRec's names, separated by commas; default: all.", **ADVANCED)
-    ] = None
-    together: Annotated[
-        list[str] | None,
-        typer.Option(help="Tables to keep on one rank; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
-    ] = None
-    apart: Annotated[
-        list[str] | None,
-        typer.Option(help="Tables to keep on different ranks; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
-    ] = None
-    on_ranks: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Ranks that may hold a table, as user_id=0,2,4-7; repeatable.", metavar="TABLE=RANKS", **ADVANCED
-        ),
-    ] = None
-    sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).", **ADVANCED)] = None
-    sync_interval: Annotated[int, COUNT(help="Batches between two averagings of the groups' replicas.", **ADVANCED)] = 1
-    exact_training: Annotated[
-        bool, typer.Option(help="Leave out sharding types that change the training.", **ADVANCED)
-    ] = True
-
-    def machine(self) -> Machine:
-        """Return the ranks that train."""
-        if self.device is Device.cpu and self.host_memory is not None:
-            raise typer.BadParameter("--host-memory is of GPUs' hosts: give CPU ranks' memory as --memory")
-        return Machine(
-            ranks_per_host=self.gpus_per_node,
-            hosts=self.nodes,
-            device=self.device.value,
-            gpu=None if self.gpu is None else self.gpu.lower(),
-            memory_bytes=self.memory,
-            memory_bytes_per_s=self.memory_bandwidth,
-            host_memory_bytes=self.host_memory,
-            intra_bytes_per_s=self.intra_bandwidth,
-            inter_bytes_per_s=self.inter_bandwidth,
-        )
-
-    def job(self) -> Job:
-        """Return the job."""
-        if self.sync_interval != 1 and self.sharding_group is None:
-            raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
-        machine, rules = self.machine(), self._placement_rules()
-        from dreamshard_planner.offline.jobs import Job, read_model
-        from dreamshard_planner.planning.ranks import ShardingGroups
-
-        model, size = read_model(self.tables), self.sharding_group
-        if (statistics := read_statistics(self.statistics)) is not None:
-            model = model.with_statistics(statistics)
-        settings = {
-            "sharding_types": None if self.sharding_types is None else self._sharding_types(self.sharding_types),
-            "exact_training": self.exact_training,
-            "optimizers_attached": True,  # the plan is for this package's DistributedModelParallel
-            "placement_rules": rules,
-            "sharding_groups": None if size is None else ShardingGroups(size=size, sync_interval=self.sync_interval),
-            **self.settings(),
-        }
-        return Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
-
-    def _placement_rules(self) -> PlacementRules | None:
-        if not (self.together or self.apart or self.on_ranks):
-            return None
-        from dreamshard_planner.search_space.placement_rules import PlacementRules
-
-        on_ranks: dict[str, list[int]] = {}
-        for text in self.on_ranks or ():
-            name, equals, ranks = text.rpartition("=")
-            if not equals or not name.strip():
-                raise typer.BadParameter(f"--on-ranks {text!r}: give a table and its ranks, as user_id=0,2,4-7")
-            if on_ranks.setdefault(name.strip(), found := ranks_of(ranks)) is not found:
-                raise typer.BadParameter(f"--on-ranks names table {name.strip()!r} twice")
-        together, apart = ([listed(text) for text in given or ()] for given in (self.together, self.apart))
-        try:
-            return PlacementRules(together=together, apart=apart, on_ranks=on_ranks)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-
-    def _sharding_types(self, given: str) -> tuple[str, ...]:
-        from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-
-        types = listed(given)
-        unknown = [kind for kind in types if kind not in SHARDING_TYPES]
-        if unknown or not types:
-            raise typer.BadParameter(
-                f"--sharding-types: {unknown[0] if unknown else given!r} is none of {', '.join(SHARDING_TYPES)}"
-            )
-        return types
-
-
-def takes(options: type[SearchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn the fields of a dataclass into options of a command, whose first argument is an instance of it."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(options, include_extras=True)
-        rating = {entry.name for entry in fields(RatingOptions)}
-        shared = [
-            inspect.Parameter(
-                entry.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if entry.default is MISSING else entry.default,
-                annotation=hints[entry.name],
-            )
-            for entry in fields(options)
-        ]
-        _, *own = inspect.signature(function, eval_str=True).parameters.values()
-        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        parameters = sorted([*shared, *own], key=lambda parameter: parameter.name in rating)  # as the help shows them
-
-        def run(**given: Any) -> None:
-            mine = {entry.name: given.pop(entry.name) for entry in fields(options)}
-            function(options(**mine), **given)
-
-        command: Any = wraps(function)(run)
-        command.__signature__ = inspect.Signature(parameters)
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        del command.__wrapped__
-        return command
-
-    return decorate
-
-
-def load_plan(path: Path) -> SavedPlan:
-    """Load a plan file."""
-    from dreamshard_planner.plans.plan_file import SavedPlan
-
-    return SavedPlan.load(path)

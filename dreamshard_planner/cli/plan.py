@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import RenderableType
 
-from dreamshard_planner.cli.app import Panel, command
+import dreamshard_planner as api
+from dreamshard_planner.cli.app import ADVANCED, Panel, Result, command, grid, save, working
 from dreamshard_planner.cli.options import (
-    ADVANCED,
+    BATCH_SIZE,
     COUNT,
     NODES,
     PLAN_AGAIN,
@@ -21,56 +21,156 @@ from dreamshard_planner.cli.options import (
     SECONDS,
     SIZE,
     TABLES,
+    Device,
     HtmlOption,
-    JobOptions,
     PlanArgument,
     PlanOutput,
     RatingOptions,
     bytes_per_s,
     gpu,
     listed,
-    load_plan,
     ranks_of,
     read_statistics,
     size_bytes,
-    takes,
     whole,
 )
-from dreamshard_planner.cli.output import Format, FormatOption, costliest, grid, save_page, show, working
+from dreamshard_planner.cli.understand import costliest
+from dreamshard_planner.devices import GPUS, Machine
 from dreamshard_planner.support.formatting import size_in_words
 
 if TYPE_CHECKING:
-    from dreamshard_planner.offline.jobs import Job
-    from dreamshard_planner.offline.what_if import Point, WhatIf
-    from dreamshard_planner.planner import DreamShardPlanner
+    from dreamshard_planner.offline import Job
+    from dreamshard_planner.offline.what_if import Point
 
 
-@command("dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus-per-node 8 --gpu h100 --batch-size 8192", Panel.plan)
-@takes(JobOptions)
+@command(
+    "dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus-per-node 8 --gpu h100 --batch-size 8192",
+    Panel.plan,
+    takes=RatingOptions,
+)
 def plan(
-    options: JobOptions, out: PlanOutput = None, html: HtmlOption = None, format: FormatOption = Format.table
-) -> None:
+    options: RatingOptions,
+    *,
+    tables: Annotated[str, TABLES],
+    gpus_per_node: Annotated[int, RANKS],
+    nodes: Annotated[int, NODES] = 1,
+    gpu: Annotated[str | None, typer.Option(help=f"Model of GPU: {', '.join(GPUS)}.")] = None,
+    batch_size: Annotated[int, BATCH_SIZE],
+    device: Annotated[Device, typer.Option(help="Device that trains.", **ADVANCED)] = "cuda",
+    memory: Annotated[int | None, SIZE(help="Memory of one rank, as 80GB.")] = None,
+    memory_bandwidth: Annotated[float | None, RATE(help="Bandwidth of that memory, as 2039GB/s.")] = None,
+    host_memory: Annotated[int | None, SIZE(help="A GPU's part of its host's memory.")] = None,
+    intra_bandwidth: Annotated[float | None, RATE(help="Bandwidth of a rank to its own node, one direction.")] = None,
+    inter_bandwidth: Annotated[float | None, RATE(help="Bandwidth of a rank to other nodes, one direction.")] = None,
+    reserve: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=0.99, help="Share of the memory kept free of tables; default: TorchRec's estimate.", **ADVANCED
+        ),
+    ] = None,
+    sharding_types: Annotated[
+        str | None, typer.Option(help="TorchRec's names, separated by commas; default: all.", **ADVANCED)
+    ] = None,
+    together: Annotated[
+        list[str] | None,
+        typer.Option(help="Tables to keep on one rank; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
+    ] = None,
+    apart: Annotated[
+        list[str] | None,
+        typer.Option(help="Tables to keep on different ranks; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
+    ] = None,
+    on_ranks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ranks that may hold a table, as user_id=0,2,4-7; repeatable.", metavar="TABLE=RANKS", **ADVANCED
+        ),
+    ] = None,
+    sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).", **ADVANCED)] = None,
+    sync_interval: Annotated[
+        int, COUNT(help="Batches between two averagings of the groups' replicas.", **ADVANCED)
+    ] = 1,
+    exact_training: Annotated[
+        bool, typer.Option(help="Leave out sharding types that change the training.", **ADVANCED)
+    ] = True,
+    out: PlanOutput = None,
+    html: HtmlOption = None,
+) -> Result:
     """Shard tables over devices that need not be here, and say what it costs and why."""
-    job = options.job()
-    with working(f"planning {job.model.name} for {job.machine.title}"):
+    if device == "cpu" and host_memory is not None:
+        raise typer.BadParameter("--host-memory is of GPUs' hosts: give CPU ranks' memory as --memory")
+    if sync_interval != 1 and sharding_group is None:
+        raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
+    machine = Machine(
+        ranks_per_host=gpus_per_node,
+        hosts=nodes,
+        device=device,
+        gpu=None if gpu is None else gpu.lower(),
+        memory_bytes=memory,
+        memory_bytes_per_s=memory_bandwidth,
+        host_memory_bytes=host_memory,
+        intra_bytes_per_s=intra_bandwidth,
+        inter_bytes_per_s=inter_bandwidth,
+    )
+    rules = _placement_rules(together or (), apart or (), on_ranks or ())
+    from dreamshard_planner.offline import Job, read_model
+
+    settings = {
+        "sharding_types": None if sharding_types is None else _sharding_types(sharding_types),
+        "exact_training": exact_training,
+        "optimizers_attached": True,  # the plan is for this package's DistributedModelParallel
+        "placement_rules": rules,
+        "sharding_groups": sharding_group and api.ShardingGroups(size=sharding_group, sync_interval=sync_interval),
+        **options.settings(),
+    }
+    model = read_model(tables).with_statistics(read_statistics(options.statistics))
+    job = Job(model=model, machine=machine, batch_size=batch_size, reserve=reserve, settings=settings)
+    with working(f"planning {model.name} for {machine.title}"):
         planner = job.plan()
         report = planner.report()
-    if out is not None:
-        planner.save_plan(out)
-        typer.echo(f"written to {out}", err=True)
-    save_page(report, html, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
-    show(lambda: _document(job, planner), format, str(report), "", costliest(report))
+    save(out, planner.save_plan)
+    save(html, lambda path: api.save_html(report, path, f"{model.name}: {machine.title}, {batch_size:,} samples each"))
+
+    def document() -> dict[str, Any]:
+        return {
+            "tables": model.name,
+            "machine": machine.title,
+            "ranks": machine.ranks,
+            "batch_size": batch_size,
+            "report": report.to_dict(),
+            "plan": planner.saved_plan().to_dict(),
+        }
+
+    return Result(document, [str(report), "", costliest(report)])
 
 
-def _document(job: Job, planner: DreamShardPlanner) -> dict[str, Any]:
-    return {
-        "tables": job.model.name,
-        "machine": job.machine.title,
-        "ranks": job.machine.ranks,
-        "batch_size": job.batch_size,
-        "report": planner.report().to_dict(),
-        "plan": planner.saved_plan().to_dict(),
-    }
+def _placement_rules(
+    together: Sequence[str], apart: Sequence[str], on_ranks: Sequence[str]
+) -> api.PlacementRules | None:
+    """Read the options of these names."""
+    if not (together or apart or on_ranks):
+        return None
+    ranks: dict[str, list[int]] = {}
+    for text in on_ranks:
+        name, equals, given = text.rpartition("=")
+        if not equals or not name.strip():
+            raise typer.BadParameter(f"--on-ranks {text!r}: give a table and its ranks, as user_id=0,2,4-7")
+        if name.strip() in ranks:
+            raise typer.BadParameter(f"--on-ranks names table {name.strip()!r} twice")
+        ranks[name.strip()] = ranks_of(given)
+    try:
+        return api.PlacementRules([*map(listed, together)], [*map(listed, apart)], ranks)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _sharding_types(text: str) -> tuple[str, ...]:
+    from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+
+    types = listed(text)
+    for kind in types or (text,):
+        if kind not in SHARDING_TYPES:
+            raise typer.BadParameter(f"--sharding-types: {kind!r} is none of {', '.join(SHARDING_TYPES)}")
+    return types
 
 
 AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -87,8 +187,7 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
 for CPU ranks."""
 
 
-@command("dreamshard what-if plan.json --vary nodes=1,2", Panel.plan, name="what-if")
-@takes(RatingOptions)
+@command("dreamshard what-if plan.json --vary nodes=1,2", Panel.plan, name="what-if", takes=RatingOptions)
 def what_if(
     options: RatingOptions,
     plan: PlanArgument,
@@ -100,20 +199,29 @@ def what_if(
             metavar="OPTION=VALUES",
         ),
     ] = None,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Sweep over GPUs, their model, batch size and bandwidths. Each line is a plan of its own."""
     varied: dict[str, list[Any]] = {}
     for axis, values in map(_axis, vary or ()):
         varied[axis] = list(dict.fromkeys([*varied.get(axis, ()), *values]))
-    saved = load_plan(plan)
-    job = options.job_of(saved)
+    saved, effort = api.SavedPlan.load(plan), options.effort or "quick"
+    job = options.job_of(saved, read_statistics(options.statistics))
     from dreamshard_planner.offline.what_if import what_if
 
-    effort = "quick" if options.effort is None else options.effort.value
     with working("planning"):
         found = what_if(job, varied or _around(job), saved, effort)
-    show(found, format, *_sweeps(found, effort, job.machine.device))
+    points = [("now", found.base)]
+    points += [(_label(p, job.machine.device), p) for sweep in found.sweeps.values() for p in sweep]
+    columns = ("", "machine", "batch size", "total ms", "vs now", "compute", "collectives", "us per sample", "memory")
+    shown = [
+        f"Predicted milliseconds of embedding work per training step, of plans searched with --effort {effort}. "
+        f"Compute: {found.cost_source}.",
+        "",
+        grid(columns, [_row(label, point, found.base) for label, point in points]),
+        *(f"{label}: {point.reason}" for label, point in points if point.reason),
+        *(f"Note: {note}." for note in found.notes),
+    ]
+    return Result(found, shown)
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -140,19 +248,6 @@ def _around(job: Job) -> dict[str, list[Any]]:
     return around
 
 
-def _sweeps(found: WhatIf, effort: str, device: str) -> list[RenderableType]:
-    columns = ("", "machine", "batch size", "total ms", "vs now", "compute", "collectives", "us per sample", "memory")
-    points = [("now", found.base), *((_label(p, device), p) for sweep in found.sweeps.values() for p in sweep)]
-    return [
-        f"Predicted milliseconds of embedding work per training step, of plans searched with --effort {effort}. "
-        f"Compute: {found.cost_source}.",
-        "",
-        grid(columns, [_row(label, point, found.base) for label, point in points]),
-        *(f"{label}: {point.reason}" for label, point in points if point.reason),
-        *(f"Note: {note}." for note in found.notes),
-    ]
-
-
 def _row(label: str, point: Point, base: Point) -> tuple[Any, ...]:
     if not point.fits:
         return (label, point.machine, point.batch_size, None, None, None, None, None, "does not fit")
@@ -172,8 +267,11 @@ def _label(point: Point, device: str) -> str:
     return f"{name} {point.value / 1e9:,.1f} GB/s" if point.axis.endswith("_s") else f"{name} {point.value:,}"
 
 
-@command("dreamshard replan plan.json --statistics today.json --steps 100000 --out new.json", Panel.plan)
-@takes(RatingOptions)
+@command(
+    "dreamshard replan plan.json --statistics today.json --steps 100000 --out new.json",
+    Panel.plan,
+    takes=RatingOptions,
+)
 def replan(
     options: RatingOptions,
     plan: PlanArgument,
@@ -191,7 +289,7 @@ def replan(
     batch_size: Annotated[int | None, COUNT(help="Samples in the batch of one rank.", **ADVANCED)] = None,
     tables: Annotated[str | None, TABLES] = None,
     max_bytes_moved: Annotated[
-        int | None, SIZE(help="Limit on moved weights and optimizer states, all ranks together, as 20GB.", **ADVANCED)
+        int | None, SIZE(help="Limit on moved weights and optimizer states, all ranks together, as 20GB.")
     ] = None,
     restart_seconds: Annotated[
         float,
@@ -200,30 +298,28 @@ def replan(
         ),
     ] = 60.0,
     bandwidth: Annotated[
-        float | None, RATE(help="Bandwidth to one rank while moving; default: its slowest link.", **ADVANCED)
+        float | None, RATE(help="Bandwidth to one rank while moving; default: its slowest link.")
     ] = None,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Find the few moves that pay. Show cost against bytes moved, and the best plan for the steps that remain.
 
     Nodes, ranks, batch size and tables are those of the plan unless given. Exit status 3 if moving pays or
     is unavoidable; 0 if the plan may stay.
     """
+    from dreamshard_planner.offline import read_model
     from dreamshard_planner.offline.from_plan import as_its_file_tells
-    from dreamshard_planner.offline.jobs import read_model
 
-    saved, gone = load_plan(plan), ranks_of(lost) if lost else []
+    saved, gone = api.SavedPlan.load(plan), ranks_of(lost) if lost else []
     if (ranks := saved.inputs.topology.world_size) <= max(gone, default=0):
         raise typer.BadParameter(f"--lost {max(gone)}: the ranks of {saved.name} are 0 to {ranks - 1}")
-    job = made = options.job_of(saved)
-    if tables is not None:
-        model, known = read_model(tables), read_statistics(options.statistics)
-        job = replace(job, model=model if known is None else model.with_statistics(known))
-    machine = replace(
-        job.machine, ranks_per_host=gpus_per_node or job.machine.ranks_per_host, hosts=nodes or job.machine.hosts
-    )
+    known = read_statistics(options.statistics)
+    job = options.job_of(saved, known)
+    was = job.machine
+    machine = replace(was, ranks_per_host=gpus_per_node or was.ranks_per_host, hosts=nodes or was.hosts)
     job = replace(job, machine=machine, batch_size=batch_size or job.batch_size)
-    with working(f"planning {saved.name} for {job.machine.title}"):
+    if tables is not None:
+        job = replace(job, model=read_model(tables).with_statistics(known))
+    with working(f"planning {saved.name} for {machine.title}"):
         planner = job.plan()
     with working(f"looking for few moves from {saved.name}"):
         found = planner.replan(
@@ -234,11 +330,8 @@ def replan(
             bytes_per_s=bandwidth,
             lost=gone,
         )
-    found = as_its_file_tells(found, saved, machine == made.machine, tables is None)
-    if out is not None:
-        found.plan.save(out)
-        typer.echo(f"written to {out}", err=True)
-    save_page(found, html)
-    show(found.to_dict(), format, found.sentence, grid(found.COLUMNS, found.rows()))
-    if not found.stays:
-        raise typer.Exit(PLAN_AGAIN)
+    found = as_its_file_tells(found, saved, machine == was, tables is None)
+    save(out, lambda path: found.plan.save(path))
+    save(html, lambda path: api.save_html(found, path))
+    shown = [found.sentence, grid(found.COLUMNS, found.rows())]
+    return Result(found.to_dict(), shown, 0 if found.stays else PLAN_AGAIN)

@@ -3,49 +3,57 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
-from dreamshard_planner.cli.app import Panel, command
+import dreamshard_planner as api
+from dreamshard_planner.cli.app import Panel, Result, command, facts, grid, save, working
 from dreamshard_planner.cli.options import (
     CostsOption,
     Device,
     HtmlOption,
     PlanArgument,
-    RatingOptions,
+    SearchOptions,
     StatisticsOption,
-    load_plan,
+    read_statistics,
 )
-from dreamshard_planner.cli.output import Format, FormatOption, costliest, facts, save_page, show, working
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import read_json
-from dreamshard_planner.support.formatting import size_in_words
+from dreamshard_planner.support.formatting import ranges, short, size_in_words
 
-if TYPE_CHECKING:
-    from dreamshard_planner.planner import DreamShardPlanner
-    from dreamshard_planner.plans.plan_file import SavedPlan
-
+TABLES_SHOWN = 20
 ENTRIES_SHOWN = 16
 """Most entries of a part of a file that ``info`` shows one by one."""
 
 
 @command("dreamshard report plan.json --html plan.html", Panel.understand)
-def report(plan: PlanArgument, html: HtmlOption = None, format: FormatOption = Format.table) -> None:
+def report(plan: PlanArgument, html: HtmlOption = None) -> Result:
     """Show a plan's file: predicted costs of the plan and its rivals when it was made, and where tables are.
 
     --html and --format json have all tables and ranks.
     """
-    saved = load_plan(plan)
-    save_page(saved, html)
+    saved = api.SavedPlan.load(plan)
+    save(html, lambda path: api.save_html(saved, path))
     made, libraries = saved.report(), ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
     title = (
         f"{saved.name}: {len(saved.inputs.tables)} tables on {saved.inputs.topology}, "
         f"{saved.inputs.batch_size:,} samples each; {libraries}."
     )
-    show(saved.to_dict, format, title, str(made), "", costliest(made))
+    return Result(saved.to_dict, [title, str(made), "", costliest(made)])
+
+
+def costliest(report: api.Report) -> RenderableType:
+    """Return the costliest tables and their ranks."""
+    by_cost = sorted(report.tables, key=lambda table: -table.most_ms)
+    shown = by_cost[:TABLES_SHOWN]
+    rows = [(short(table.name), table.label, ranges(table.ranks), table.most_ms) for table in shown]
+    more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
+    return grid(("table", "sharding", "ranks", "ms on a rank, by itself"), rows, f"Tables{more}")
 
 
 @command("dreamshard explain plan.json --rank 1", Panel.understand)
@@ -54,40 +62,34 @@ def explain(
     rank: Annotated[int | None, typer.Option(min=0, help="Rank to explain; default: the slowest.")] = None,
     statistics: StatisticsOption = None,
     costs: CostsOption = None,
-    format: FormatOption = Format.table,
-) -> None:
+) -> Result:
     """Explain why a rank is slow: its fused kernels, its costliest tables, and the gain of moving or splitting them."""
-    saved = load_plan(plan)
+    saved = api.SavedPlan.load(plan)
     with working(f"rating {saved.name}"):
         found = _read(saved, statistics, costs).explain(rank, saved)
-    show(found.to_dict(), format, str(found))
+    return Result(found.to_dict(), [str(found)])
 
 
 @command("dreamshard compare before.json after.json", Panel.understand)
 def compare(
-    before: PlanArgument,
-    after: PlanArgument,
-    statistics: StatisticsOption = None,
-    costs: CostsOption = None,
-    format: FormatOption = Format.table,
-) -> None:
+    before: PlanArgument, after: PlanArgument, statistics: StatisticsOption = None, costs: CostsOption = None
+) -> Result:
     """Compare two plans: tables that moved or changed, bytes to move, and costs before and after.
 
     --statistics and --costs rate both plans anew. Without them, costs are those of the files.
     """
-    from dreamshard_planner.plans.comparison import compare
-
     plans: list[Any] = [before, after]
     if statistics is not None or costs is not None:
         with working("rating both plans"):
-            plans = [_read(saved, statistics, costs).saved_plan(saved, saved.name) for saved in map(load_plan, plans)]
-    found = compare(*plans)
-    show(found.to_dict(), format, str(found))
+            loaded = map(api.SavedPlan.load, plans)
+            plans = [_read(saved, statistics, costs).saved_plan(saved, saved.name) for saved in loaded]
+    found = api.compare(*plans)
+    return Result(found.to_dict(), [str(found)])
 
 
-def _read(saved: SavedPlan, statistics: Path | None, costs: str | None) -> DreamShardPlanner:
+def _read(saved: api.SavedPlan, statistics: Path | None, costs: str | None) -> api.DreamShardPlanner:
     """Return a planner that has read a plan's job, with other statistics and costs if they are given."""
-    return RatingOptions(statistics=statistics, costs=costs).job_of(saved).read()
+    return SearchOptions(costs=costs).job_of(saved, read_statistics(statistics)).read()
 
 
 @command("dreamshard info auto", Panel.understand)
@@ -95,13 +97,12 @@ def info(
     source: Annotated[
         str, typer.Argument(help="A file of this package, the folder of a training's checkpoint, or auto.")
     ],
-    device: Annotated[Device, typer.Option(help="Device whose cost checkpoint auto stands for.")] = Device.cpu,
-    format: FormatOption = Format.table,
-) -> None:
+    device: Annotated[Device, typer.Option(help="Device whose cost checkpoint auto stands for.")] = "cpu",
+) -> Result:
     """Show what a file holds and was made from. auto is the cost checkpoint that planning would take."""
-    kind, document = _described(source, device.value)
+    kind, document = _described(source, device)
     shown = IN_WORDS[kind](document) if kind in IN_WORDS else document
-    show({"kind": kind, **document}, format, facts(shown, f"{source}: {kind}"))
+    return Result({"kind": kind, **document}, [facts(shown, f"{source}: {kind}")])
 
 
 def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -157,22 +158,21 @@ IN_WORDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
     """Return kind and content of a file, by its suffix."""
-    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-    from dreamshard_planner.checkpoints.choice import folder, resolve
-
     path = Path(source)
     if path.is_dir() and (path / ".metadata").exists():
         from dreamshard_planner.across_plans.reading import describe
 
         return "training checkpoint", describe(path)
     if source == "auto":
+        from dreamshard_planner.checkpoints.choice import folder, resolve
+
         checkpoint = resolve(source, device)
         why = checkpoint.why or f"{checkpoint.name} ships; none of your own is in {folder()}"
         return "checkpoint", {"file": checkpoint.name, "why": why, **checkpoint.metadata}
     if path.suffix == ".json":
         return _json(path)
     if path.suffix != ".npz":
-        return "checkpoint", Checkpoint.load(path).metadata
+        return "checkpoint", api.Checkpoint.load(path).metadata
     from dreamshard_planner.cost.dataset import CostDataset
 
     dataset = CostDataset.load(path)
@@ -191,22 +191,14 @@ def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
 
 
 def _json(path: Path) -> tuple[str, dict[str, Any]]:
-    from dreamshard_planner.observing import observation
-    from dreamshard_planner.offline import jobs
-    from dreamshard_planner.plans import plan_file
-    from dreamshard_planner.workload import statistics
+    from dreamshard_planner.observing.observation import files_of
 
-    document = read_json(observation.files_of(path)[0], DreamShardError)
+    document = read_json(files_of(path)[0], DreamShardError)
     document = document if isinstance(document, dict) else {}
-    kinds = {
-        plan_file.FORMAT: "plan",
-        observation.FORMAT: "observation",
-        statistics.SCHEMA: "statistics",
-        jobs.SCHEMA: "tables",
-    }
-    kind = kinds.get(str(document.get("format", document.get("schema"))))
-    if kind is None:
+    form = re.match(r"dreamshard_planner[ .](\w+)", str(document.get("format", document.get("schema"))))
+    if form is None:
         raise DreamShardError(f"{path}: a JSON file of no kind that this package writes or reads")
+    kind = form[1].replace("table_list", "tables")
     return kind, {name: _counted(value) for name, value in document.items()}
 
 

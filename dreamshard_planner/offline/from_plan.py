@@ -54,7 +54,7 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         saved.name,
     )
     return Job(
-        model=model if statistics is None else model.with_statistics(statistics),
+        model=model.with_statistics(statistics),
         machine=_machine(saved),
         batch_size=inputs.batch_size,
         reserve=_reserve(saved),

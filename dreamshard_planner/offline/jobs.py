@@ -32,11 +32,12 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.planner import DreamShardPlanner
-from dreamshard_planner.search_space.modules import table_configs
+from dreamshard_planner.search_space.modules import shardable_tables, table_configs
 from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import read_json
 from dreamshard_planner.support.formatting import brief, checked, nearest
+from dreamshard_planner.torchrec_components.compat import optimizer_name
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -123,17 +124,6 @@ class TableSpec:
         each = factors if isinstance(factors, tuple) else (factors,) * len(self.features)
         return {name: FeatureStatistics(factor) for name, factor in zip(self.features, each, strict=True)}
 
-    def table(self, statistics: Mapping[str, FeatureStatistics]) -> Table:
-        """Return the table that workloads are made of; ``statistics`` take precedence over the list's."""
-        known, once = {**self.statistics, **statistics}, FeatureStatistics(POOLING_FACTOR)
-        return Table(
-            name=self.name,
-            rows=self.num_embeddings,
-            dim=self.embedding_dim,
-            features=tuple(known.get(name, once) for name in self.features),
-            optimizer=costed_optimizer(self.optimizer),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class _TableList:
@@ -185,8 +175,6 @@ class OfflineModel:
     module: nn.Module
     constraints: Mapping[str, ParameterConstraints]
     statistics: TableStatistics | None
-    specs: tuple[TableSpec, ...] = ()
-    """Specifications of its tables; none for a user's own module."""
 
     @classmethod
     def of_specs(
@@ -213,8 +201,7 @@ class OfflineModel:
             if any((spec.sharding_types, spec.compute_kernels, spec.min_partition))
         }
         told = {**_told(specs, name), **(statistics or {})}
-        model = cls.of_modules(of_kinds, constraints, TableStatistics(told) if told else None, name)
-        return replace(model, specs=tuple(specs))
+        return cls.of_modules(of_kinds, constraints, TableStatistics(told) if told else None, name)
 
     @classmethod
     def of_modules(
@@ -239,8 +226,25 @@ class OfflineModel:
             parent.add_module(last, made)
         return cls(name, root, constraints, statistics)
 
-    def with_statistics(self, statistics: TableStatistics) -> OfflineModel:
-        """Return the model with other statistics over its own; StatisticsError if they have none of its features."""
+    def tables(self) -> list[Table]:
+        """Return its tables, with one lookup per sample for features without statistics."""
+        known, once = dict(self.statistics or {}), FeatureStatistics(POOLING_FACTOR)
+        return [
+            Table(
+                name=table.fqn,
+                rows=table.parameter.shape[0],
+                dim=table.parameter.shape[1],
+                features=tuple(known.get(name, once) for name in table.feature_names) or (once,),
+                optimizer=costed_optimizer(optimizer_name(table.parameter, table.owner.fused_params())),
+            )
+            for table in shardable_tables(self.module, get_default_sharders())
+        ]
+
+    def with_statistics(self, statistics: TableStatistics | None) -> OfflineModel:
+        """Return the model with other statistics, if any, over its own; StatisticsError if they have none of its
+        features."""
+        if statistics is None:
+            return self
         statistics.unused(name for table in table_configs(self.module).values() for name in table.feature_names)
         return replace(self, statistics=TableStatistics({**(self.statistics or {}), **statistics}))
 

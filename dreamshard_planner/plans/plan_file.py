@@ -21,7 +21,7 @@ This module knows neither models nor planners: it reads, checks and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -50,7 +50,7 @@ from dreamshard_planner.support.documents import (
 from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.formatting import brief, layout, ranks_in_words
 from dreamshard_planner.workload.lookups import MAX_BATCH_SIZE, FeatureStatistics, HotRows
-from dreamshard_planner.workload.tables import NO_OPTIMIZER, OPTIMIZERS, STATE_BYTES, States, Table, costed_optimizer
+from dreamshard_planner.workload.tables import NO_OPTIMIZER, OPTIMIZERS, STATE_BYTES, States, costed_optimizer
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 8
@@ -154,12 +154,6 @@ class TableInputs:
         states = States(per_weight=1, per_row=0) if known == "other" else OPTIMIZERS[known]
         number = weights * states.per_weight - (-weights * states.per_row // width)
         return weights * self.weight_bytes + number * STATE_BYTES
-
-    def table(self, name: str, statistics: Mapping[str, FeatureStatistics]) -> Table:
-        """As workloads are made of it; features that the statistics lack are read once per sample."""
-        once = FeatureStatistics(1.0)
-        features = tuple(statistics.get(feature, once) for feature in self.features)
-        return Table(name, self.rows, self.dim, features, optimizer=costed_optimizer(self.optimizer))
 
 
 @dataclass(frozen=True)

@@ -503,8 +503,8 @@ def test_stdout_is_for_data_whatever_libraries_print() -> None:
 )
 def test_data_goes_to_any_stdout_or_the_exit_status_tells(stdout: str, status: int, shown: str, said: str) -> None:
     code = (
-        "from dreamshard_planner import cli\nfrom dreamshard_planner.cli.output import Format, facts, show\n"
-        "cli.app = lambda: show({}, Format.table, facts({'name': chr(252)}, 'title'))\ncli.main()"
+        "from dreamshard_planner import cli\nfrom dreamshard_planner.cli.app import Result, facts, show\n"
+        "cli.app = lambda: show(Result({}, [facts({'name': chr(252)}, 'title')]), 'table')\ncli.main()"
     )
     environment = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
     command = f"exec {shlex.join([sys.executable, '-c', code])} {stdout}"
