@@ -9,23 +9,23 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dreamshard_planner.environment import EnvironmentWarning as EnvironmentWarning
 from dreamshard_planner.environment import explained, warn_of_problems
+from dreamshard_planner.errors import CheckpointError as CheckpointError
+from dreamshard_planner.errors import DatasetError as DatasetError
+from dreamshard_planner.errors import DreamShardError as DreamShardError
+from dreamshard_planner.errors import FileError as FileError
+from dreamshard_planner.errors import MissingLibraryError as MissingLibraryError
+from dreamshard_planner.errors import ObservationError as ObservationError
+from dreamshard_planner.errors import PlanError as PlanError
+from dreamshard_planner.errors import StatisticsError as StatisticsError
+from dreamshard_planner.errors import TaskError as TaskError
 
 if TYPE_CHECKING:
     from dreamshard_planner.across_plans.loading import AcrossPlansLoadPlanner as AcrossPlansLoadPlanner
     from dreamshard_planner.across_plans.loading import load_across_plans as load_across_plans
     from dreamshard_planner.across_plans.saving import save_across_plans as save_across_plans
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint as Checkpoint
-    from dreamshard_planner.environment import EnvironmentWarning as EnvironmentWarning
-    from dreamshard_planner.errors import CheckpointError as CheckpointError
-    from dreamshard_planner.errors import DatasetError as DatasetError
-    from dreamshard_planner.errors import DreamShardError as DreamShardError
-    from dreamshard_planner.errors import FileError as FileError
-    from dreamshard_planner.errors import MissingLibraryError as MissingLibraryError
-    from dreamshard_planner.errors import ObservationError as ObservationError
-    from dreamshard_planner.errors import PlanError as PlanError
-    from dreamshard_planner.errors import StatisticsError as StatisticsError
-    from dreamshard_planner.errors import TaskError as TaskError
     from dreamshard_planner.model_parallel import DistributedModelParallel as DistributedModelParallel
     from dreamshard_planner.observing.observation import Observation as Observation
     from dreamshard_planner.observing.observer import observe as observe
@@ -49,30 +49,20 @@ if TYPE_CHECKING:
 _HOMES = {
     "AcrossPlansLoadPlanner": "across_plans.loading",
     "Checkpoint": "checkpoints.checkpoint",
-    "CheckpointError": "errors",
     "Comparison": "plans.comparison",
-    "DatasetError": "errors",
     "DistributedModelParallel": "model_parallel",
-    "DreamShardError": "errors",
     "DreamShardPlanner": "planner",
-    "EnvironmentWarning": "environment",
     "Explanation": "planning.explanation",
     "FeatureStatistics": "workload.lookups",
-    "FileError": "errors",
     "JsonPlanLoader": "torchrec_components.components",
-    "MissingLibraryError": "errors",
     "Observation": "observing.observation",
-    "ObservationError": "errors",
     "PlacementRules": "search_space.placement_rules",
-    "PlanError": "errors",
     "Replan": "plans.replan",
     "Report": "plans.report",
     "SavedPlan": "plans.plan_file",
     "ShardingGroups": "planning.ranks",
-    "StatisticsError": "errors",
     "StepComparison": "observing.step_comparison",
     "TableStatistics": "workload.statistics",
-    "TaskError": "errors",
     "attach_optimizers": "torchrec_components.replica_optimizers",
     "compare": "plans.comparison",
     "compare_steps": "observing.step_comparison",
@@ -81,10 +71,10 @@ _HOMES = {
     "save_across_plans": "across_plans.saving",
     "save_html": "plans.page",
 }
-"""Module of every public name; what a type checker reads of them stands above."""
+"""Modules of the names that are imported at their first use; type checkers read the imports above."""
 
-if not TYPE_CHECKING:  # it would take no name that the list does not spell out for public
-    __all__ = [*_HOMES]
+if not TYPE_CHECKING:  # a type checker takes no name that the list does not spell out for public
+    __all__ = [*_HOMES, *(name for name in globals() if name.endswith(("Error", "Warning")))]
 
 __version__ = "0.1.0"
 
@@ -98,8 +88,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        if _HOMES[name] not in ("errors", "environment"):  # early, as above
-            import torch.distributed.optim  # noqa: F401
+        import torch.distributed.optim  # noqa: F401  # early, as above
+
         found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
         if missing := explained(error):
