@@ -27,7 +27,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
 from dreamshard_planner.observing.learning import kernels_off, learn
 from dreamshard_planner.observing.observation import Observation, ObservedRun, files_of
-from dreamshard_planner.offline.from_plan import job_of
+from dreamshard_planner.offline.from_plan import as_in_file, job_of
 from dreamshard_planner.planning.remembered import Remembered, batch_size_of, least_gain, sharding_key
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.support.files import open_locked
@@ -200,8 +200,7 @@ def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) ->
     planner = job.plan()
     before_ms, after_ms = planner.predict(plan).total_ms, planner.report().chosen.total_ms
     made = planner.saved_plan()
-    inputs = replace(made.inputs, topology=plan.inputs.topology, constraints=plan.inputs.constraints)
-    return (replace(made, inputs=inputs), before_ms, after_ms) if after_ms < before_ms else None
+    return (replace(made, inputs=as_in_file(made.inputs, plan)), before_ms, after_ms) if after_ms < before_ms else None
 
 
 if __name__ == "__main__":

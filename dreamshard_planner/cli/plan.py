@@ -307,7 +307,8 @@ def replan(
     is unavoidable; 0 if the plan may stay.
     """
     from dreamshard_planner.offline import read_model
-    from dreamshard_planner.offline.from_plan import as_its_file_tells
+    from dreamshard_planner.offline.from_plan import as_in_file
+    from dreamshard_planner.plans.comparison import stale_differences
 
     saved, gone = api.SavedPlan.load(plan), ranks_of(lost) if lost else []
     if (ranks := saved.inputs.topology.world_size) <= max(gone, default=0):
@@ -322,7 +323,7 @@ def replan(
     with working(f"planning {saved.name} for {machine.title}"):
         planner = job.plan()
     with working(f"looking for few moves from {saved.name}"):
-        found = planner.replan(
+        made = planner.replan(
             saved,
             steps=steps,
             max_bytes_moved=max_bytes_moved,
@@ -330,7 +331,12 @@ def replan(
             bytes_per_s=bandwidth,
             lost=gone,
         )
-    found = as_its_file_tells(found, saved, machine == was, tables is None)
+
+    def told(plan: api.SavedPlan) -> api.SavedPlan:
+        return replace(plan, inputs=as_in_file(plan.inputs, saved, machine == was, tables is None))
+
+    stale = tuple(stale_differences(saved.inputs, told(made.plan).inputs))
+    found = replace(made, make=lambda index: told(made.make(index)), stale=stale)
     save(out, lambda path: found.plan.save(path))
     save(html, lambda path: api.save_html(found, path))
     shown = [found.sentence, grid(found.COLUMNS, found.rows())]

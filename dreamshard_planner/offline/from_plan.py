@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from types import NoneType
@@ -18,9 +18,7 @@ from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from dreamshard_planner.planning.plan_inputs import SAVED, SAVED_IF_GIVEN, PlannerSettings, topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
-from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
-from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -62,32 +60,23 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
     )
 
 
-def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_tables: bool) -> Replan:
-    """Return a replan for a plan file's job with the file's own constraints, topology and storage reservation.
+def as_in_file(inputs: PlanInputs, saved: SavedPlan, same_machine: bool = True, same_tables: bool = True) -> PlanInputs:
+    """Return inputs of a plan for a plan file's job with the file's own constraints, topology and reservation.
 
     The job lacks :data:`IN_WORDS`, the last bits of bandwidths, and the reservation: it reserves the same share.
 
     Args:
-        found: for :func:`job_of` the plan.
-        saved: the plan.
-        same_machine: whether it is for the file's machine.
+        inputs: of the new plan.
+        saved: the plan in the file.
+        same_machine: whether the new plan is for the file's machine.
         same_tables: whether it is for the file's tables.
     """
-
-    def told(inputs: PlanInputs) -> PlanInputs:
-        return replace(
-            inputs,
-            topology=saved.inputs.topology if same_machine else inputs.topology,
-            constraints=saved.inputs.constraints if same_tables else inputs.constraints,
-            settings={**inputs.settings, "storage_reservation": saved.inputs.settings.get("storage_reservation")},
-        )
-
-    def made(index: int) -> SavedPlan:
-        plan = found.make(index)
-        return replace(plan, inputs=told(plan.inputs))
-
-    stale = tuple(stale_differences(saved.inputs, told(found.plan.inputs)))
-    return replace(found, make=made, stale=stale)
+    return replace(
+        inputs,
+        topology=saved.inputs.topology if same_machine else inputs.topology,
+        constraints=saved.inputs.constraints if same_tables else inputs.constraints,
+        settings={**inputs.settings, "storage_reservation": saved.inputs.settings.get("storage_reservation")},
+    )
 
 
 def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:
@@ -161,28 +150,16 @@ def _reserve(saved: SavedPlan) -> float | None:
 def _settings(saved: SavedPlan) -> dict[str, Any]:
     """Return the planner's arguments that a file has; PlanError for a value that the planner does not take."""
     told, rules = saved.inputs.settings, saved.inputs.placement_rules
-    found = {
-        name: _checked(saved, name, told[name], _check_setting) for name in (*SAVED, *SAVED_IF_GIVEN) if name in told
-    }
-    if (groups := told.get("sharding_groups")) is not None:
-        found["sharding_groups"] = _checked(saved, "sharding_groups", groups, lambda _, given: ShardingGroups(**given))
-    if rules:
-        found["placement_rules"] = _checked(saved, "placement_rules", rules, lambda _, given: PlacementRules(**given))
-    return found
-
-
-def _checked(saved: SavedPlan, name: str, value: Any, make: Callable[[str, Any], Any]) -> Any:
+    found = {name: told[name] for name in (*SAVED, *SAVED_IF_GIVEN) if name in told}
     try:
-        return make(name, value)
+        if (groups := told.get("sharding_groups")) is not None:
+            found["sharding_groups"] = ShardingGroups(**groups)
+        if rules:
+            found["placement_rules"] = PlacementRules(**rules)
+        PlannerSettings(**found)
     except (TypeError, ValueError) as error:
-        raise PlanError(f"{saved.name}: settings: {name} {brief(value)} cannot be: {brief(error)}") from error
-
-
-def _check_setting(name: str, value: Any) -> Any:
-    if isinstance(getattr(PlannerSettings(), name), bool) and not isinstance(value, bool):
-        raise TypeError(f"{name} must be true or false, got {brief(value)}")
-    PlannerSettings(**{name: value})
-    return value
+        raise PlanError(f"{saved.name}: settings: {brief(error)}") from error
+    return found
 
 
 def _constraint(saved: SavedPlan, table: str, changed: Mapping[str, Any]) -> ParameterConstraints:

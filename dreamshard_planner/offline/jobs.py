@@ -30,7 +30,7 @@ from torchrec.optim.optimizers import Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.errors import StatisticsError, TaskError
+from dreamshard_planner.errors import TaskError
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.search_space.modules import shardable_tables, table_configs
 from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES
@@ -109,6 +109,7 @@ class TableSpec:
             raise TaskError(f"has {len(self.features)} feature_names and {len(factors)} pooling factors")
         if self.weighted and self.pooling == "none":
             raise TaskError("lookups of sequence tables (pooling 'none') take no weights")
+        _ = self.statistics  # refuses impossible pooling factors
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -117,12 +118,12 @@ class TableSpec:
 
     @property
     def statistics(self) -> dict[str, FeatureStatistics]:
-        """Pooling factors by feature; StatisticsError for an impossible one."""
-        factors = self.pooling_factor
-        if factors is None:
+        """Pooling factors by feature; empty if none are given."""
+        if self.pooling_factor is None:
             return {}
-        each = factors if isinstance(factors, tuple) else (factors,) * len(self.features)
-        return {name: FeatureStatistics(factor) for name, factor in zip(self.features, each, strict=True)}
+        given = self.pooling_factor
+        factors = given if isinstance(given, tuple) else (given,) * len(self.features)
+        return {name: FeatureStatistics(factor) for name, factor in zip(self.features, factors, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +161,6 @@ def read_table_list(path: str | Path) -> list[TableSpec]:
         if spec.name in specs:
             raise TaskError(f"{where}: has the name of tables[{list(specs).index(spec.name)}]")
         specs[spec.name] = spec
-        try:
-            spec.statistics  # noqa: B018 (fails here, where the file is known)
-        except StatisticsError as error:
-            raise TaskError(f"{where}: pooling_factor: {error}") from error
     return list(specs.values())
 
 
@@ -190,7 +187,7 @@ class OfflineModel:
         Raises:
             TaskError: tables give a shared feature different statistics.
         """
-        of_kinds = {kind: list(group) for kind, group in groupby(sorted(specs, key=_collection), key=_collection)}
+        of_kinds = {kind: list(group) for kind, group in groupby(sorted(specs, key=_kind), key=_kind)}
         constraints = {
             spec.name: ParameterConstraints(
                 sharding_types=None if spec.sharding_types is None else list(spec.sharding_types),
@@ -214,7 +211,7 @@ class OfflineModel:
         """Make one collection per module, by its path in the model; "" is the model itself."""
         root = nn.Module()
         for path, specs in tables.items():
-            made = _made(_collection(specs[0]), specs)
+            made = _collection(specs)
             if not path:
                 return cls(name, made, constraints, statistics)
             above, _, last = path.rpartition(".")
@@ -371,13 +368,15 @@ def _told(specs: Sequence[TableSpec], source: str) -> dict[str, FeatureStatistic
     return {feature: statistics for feature, (_, statistics) in told.items()}
 
 
-def _collection(spec: TableSpec) -> str:
+def _kind(spec: TableSpec) -> str:
+    """Name the collection of a table."""
     if spec.pooling == "none":
         return f"sequences_{spec.embedding_dim}"
     return "weighted" if spec.weighted else "pooled"
 
 
-def _made(kind: str, specs: Sequence[TableSpec]) -> nn.Module:
+def _collection(specs: Sequence[TableSpec]) -> nn.Module:
+    """Make the collection of tables of one kind."""
     configs = [
         {
             "name": spec.name,
@@ -389,21 +388,18 @@ def _made(kind: str, specs: Sequence[TableSpec]) -> nn.Module:
         for spec in specs
     ]
     meta = torch.device("meta")
-    if kind.startswith("sequences"):
-        collection = EmbeddingCollection(tables=[EmbeddingConfig(**config) for config in configs], device=meta)
-        tables = collection.embeddings
+    if specs[0].pooling == "none":
+        made = EmbeddingCollection(tables=[EmbeddingConfig(**config) for config in configs], device=meta)
+        tables = made.embeddings
     else:
-        bags = [
-            EmbeddingBagConfig(**config, pooling=PoolingType[spec.pooling.upper()])
-            for config, spec in zip(configs, specs, strict=True)
-        ]
-        collection = EmbeddingBagCollection(tables=bags, device=meta, is_weighted=kind == "weighted")
-        tables = collection.embedding_bags
-    for optimizer, members in groupby(sorted(specs, key=lambda spec: spec.optimizer), key=lambda spec: spec.optimizer):
-        weights = [tables[spec.name].weight for spec in members]
-        rule, arguments = _optimizer(optimizer)
-        apply_optimizer_in_backward(rule, weights, {"lr": 0.01, **arguments})
-    return collection
+        poolings = [PoolingType[spec.pooling.upper()] for spec in specs]
+        bags = [EmbeddingBagConfig(**config, pooling=kind) for config, kind in zip(configs, poolings, strict=True)]
+        made = EmbeddingBagCollection(tables=bags, device=meta, is_weighted=specs[0].weighted)
+        tables = made.embedding_bags
+    for spec in specs:
+        rule, arguments = _optimizer(spec.optimizer)
+        apply_optimizer_in_backward(rule, tables[spec.name].parameters(), {"lr": 0.01, **arguments})
+    return made
 
 
 def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -104,7 +104,7 @@ GOOD = {"name": "a", "num_embeddings": 10, "embedding_dim": 8}
         ),
         ({**GOOD, "pooling": "max"}, r"pooling: .*'sum', 'mean' or 'none', got 'max'"),
         ({**GOOD, "optimizer": "sdg"}, r"optimizer: .*rowwise_adagrad.*, got 'sdg'"),
-        ({**GOOD, "pooling_factor": -1}, r"pooling_factor: pooling factor must be a finite number >= 0, got -1"),
+        ({**GOOD, "pooling_factor": -1}, r"pooling factor must be a finite number >= 0, got -1"),
         ({**GOOD, "pooling_factor": [1, 2]}, r"has 1 feature_names and 2 pooling factors"),
         ({**GOOD, "feature_names": ["f", "f"]}, r"feature_names must differ"),
         ({**GOOD, "sharding_types": ["rowwise"]}, r"sharding_types.0: .*table_wise, .*'rowwise'"),
@@ -430,4 +430,4 @@ def test_a_setting_that_no_planner_takes_is_named(tmp_path: Path) -> None:
         replace(saved, inputs=replace(saved.inputs, settings=settings)).save(tmp_path / "odd.json")
         for command, *options in (("explain",), ("replan", "--steps", "10")):
             told = run(command, tmp_path / "odd.json", *options, status=1).stderr
-            assert f"odd.json: settings: {setting} {value!r}" in " ".join(told.split())
+            assert "odd.json: settings: " in told and f"{setting.replace('_', ' ')} must be" in told.replace("_", " ")
