@@ -378,13 +378,13 @@ def _joined(paths: Sequence[Path]) -> CostDataset:
     """Join datasets; DatasetError names one that does not go with the first."""
     from dreamshard_planner.cost.dataset import CostDataset
 
-    datasets = [CostDataset.load(path) for path in paths]
-    for path, other in zip(paths[1:], datasets[1:], strict=True):
+    joined, *others = map(CostDataset.load, paths)
+    for path, other in zip(paths[1:], others, strict=True):
         try:
-            CostDataset.concatenate([datasets[0], other])
+            joined = CostDataset.concatenate([joined, other])
         except api.DatasetError as error:
             raise api.DatasetError(f"{path} does not go with {paths[0]}: {error}") from error
-    return CostDataset.concatenate(datasets)
+    return joined
 
 
 def _read_collectives(path: Path | None) -> dict[str, Any] | None:

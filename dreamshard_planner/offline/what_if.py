@@ -112,36 +112,27 @@ def what_if(
     if unknown:
         raise TaskError(f"nothing called {unknown[0]!r} varies; {', '.join(AXES)} do")
     job = replace(job, settings={**job.settings, "effort": effort})
-    if saved is None:
-        planner = job.plan()
-        present, report = planner.saved_plan(), planner.report()
-    else:
-        present = job.read().saved_plan(saved)
-        report = present.report()
+    present = job.plan().saved_plan() if saved is None else job.read().saved_plan(saved)
+    report = present.report()
     sweeps = {axis: tuple(_point(axis, value, job, present) for value in values) for axis, values in vary.items()}
     return WhatIf(Point.of("", 0.0, job, report), report.cost_source, sweeps, report.notes)
 
 
 def _point(axis: str, value: Any, present: Job, plan: SavedPlan) -> Point:
     """Plan the present job at another value; its present plan stays if it fits there and a new one is no cheaper."""
+    job = present
     try:
         job = AXES[axis](present, value)
-    except DreamShardError as error:
-        return Point.of(axis, value, present, str(error))
-    try:
         planner = job.plan()
         point = Point.of(axis, value, job, planner.report())
-        if _ranks(job) == _ranks(present) and axis != "hot_rows_bytes":
+        same_ranks = (job.machine.hosts, job.machine.ranks) == (present.machine.hosts, present.machine.ranks)
+        if same_ranks and axis != "hot_rows_bytes":
             kept = Point.of(axis, value, job, planner.saved_plan(plan).report())
             if kept.fullest <= 1 and kept.total_ms < point.total_ms:
                 return kept
         return point
     except (PlannerError, DreamShardError) as error:
         return Point.of(axis, value, job, " ".join(str(error).split()))
-
-
-def _ranks(job: Job) -> tuple[Any, ...]:
-    return job.machine.device, job.machine.ranks_per_host, job.machine.hosts
 
 
 def _with_gpu(machine: Machine, gpu: str) -> Machine:
