@@ -4,11 +4,11 @@
 Commands import what they work with when they run: ``--help``, ``--version`` and completion load no torch.
 """
 
-from dreamshard_planner.cli import costs, data, plan, understand
+from dreamshard_planner.cli import costs, plan, understand
 from dreamshard_planner.cli.app import app, keep_stdout_for_data, written
 from dreamshard_planner.environment import load_libc10_first
 
-__all__ = ["app", "costs", "data", "main", "plan", "understand"]
+__all__ = ["app", "costs", "main", "plan", "understand"]
 
 
 def main() -> None:

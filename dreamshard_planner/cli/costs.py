@@ -122,8 +122,8 @@ def observed(
             raise api.StatisticsError(f"{', '.join(map(str, files))}, for --out: {error}") from error
         merged.to_json(out)
     found = [compare(run) for run in observation.runs]
-    ranks = [[rank.rank for rank in run.ranks] for run in observation.runs]
-    return Result(found, [part for one, of_run in zip(found, ranks, strict=True) for part in _shown(one, of_run)])
+    pairs = zip(found, observation.runs, strict=True)
+    return Result(found, [part for one, run in pairs for part in _shown(one, [rank.rank for rank in run.ranks])])
 
 
 def _shown(found: RunComparison, ranks: list[int]) -> list[RenderableType]:
@@ -192,11 +192,6 @@ def calibrate(
     from dreamshard_planner.training import calibrate
 
     start = resolve(costs, device, threads=threads)
-    if start.cost is None:
-        raise api.CheckpointError(
-            f"{start.name} holds a policy and no cost network to calibrate, since nothing was measured on a device "
-            f"like this: make one with dreamshard train --device {device}{'' if out is None else f' --out {out}'}"
-        )
     own, batches = _own_tables(tables, plan, statistics)
     begin = partial(
         calibrate,

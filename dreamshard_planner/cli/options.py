@@ -167,15 +167,11 @@ class SearchOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the planner's arguments that were given."""
-        is_file = self.costs is not None and self.costs not in COST_SOURCES
-        given = {
-            "cost_source": "auto" if is_file else self.costs,
-            "checkpoint": self.costs if is_file else None,
-            "seed": self.seed,
-            "effort": self.effort,
-            "search_seconds": self.search_seconds,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in vars(self).items() if value is not None and name != "statistics"}
+        if (costs := given.pop("costs", None)) is not None:
+            is_file = costs not in COST_SOURCES
+            given |= {"cost_source": "auto", "checkpoint": costs} if is_file else {"cost_source": costs}
+        return given
 
     def job_of(self, saved: api.SavedPlan, statistics: api.TableStatistics | None) -> Job:
         """Return a plan's job with these options, and with other statistics if they are given."""
@@ -190,15 +186,11 @@ class RatingOptions(SearchOptions):
     """Options of every command that rates the plan of a file."""
 
     statistics: StatisticsOption = None
-    hot_rows: Annotated[
-        int | None, SIZE(help="Memory limit of a rank for hot rows of sequence tables, as 1GB; needs statistics.")
+    hot_rows_bytes: Annotated[
+        int | None,
+        SIZE("--hot-rows", help="Memory limit of a rank for hot rows of sequence tables, as 1GB; needs statistics."),
     ] = None
     vocabulary: Annotated[
         str | None,
         typer.Option(help="Name of the mapping from items to ids, such as its date; only for hot rows.", **ADVANCED),
     ] = None
-
-    def settings(self) -> dict[str, Any]:
-        """Return the planner's arguments that were given."""
-        hot = {"hot_rows_bytes": self.hot_rows, "vocabulary": self.vocabulary}
-        return super().settings() | {name: value for name, value in hot.items() if value is not None}

@@ -76,7 +76,10 @@ def calibrate(
     out, network = Path(out), checkpoint.cost
     check_writable(out)
     if not isinstance(network, CostNetwork):
-        raise CheckpointError(f"{checkpoint.name}: holds no cost network to calibrate")
+        raise CheckpointError(
+            f"{checkpoint.name} holds a policy and no cost network to calibrate, since nothing was measured on such a "
+            f"device: make one with dreamshard train --device {device}"
+        )
     if tables is None:
         pools = [dict.fromkeys(OPTIMIZERS, half) for half in pool_tables((POOL,))]
     else:
