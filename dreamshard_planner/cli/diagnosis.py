@@ -20,8 +20,6 @@ from dreamshard_planner.environment import (
     untried,
 )
 
-_IMPORTED = {TORCHREC: "torchrec.distributed.planner"}
-"""Modules to import beside the library's own."""
 PREVENTS_PLANNING = ("missing", "broken")
 """Verdicts on libraries and checkpoints that are not there, or do not load."""
 
@@ -52,7 +50,7 @@ def _library(library: Library) -> Finding:
     releases = library.releases()
     found = releases[library.name] if list(releases) == [library.name] else library.described()
     try:
-        import_module(_IMPORTED.get(library, library.module))
+        import_module("torchrec.distributed.planner" if library is TORCHREC else library.module)
     except Exception as error:  # whatever a half installed library does
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return Finding(library.name, f"{found or 'none'}: {why}", "broken" if found else "missing", mended(library))

@@ -214,9 +214,9 @@ class OfflineModel:
             made = _collection(specs)
             if not path:
                 return cls(name, made, constraints, statistics)
-            above, _, last = path.rpartition(".")
+            *above, last = path.split(".")
             parent = root
-            for part in filter(None, above.split(".")):
+            for part in above:
                 if not hasattr(parent, part):
                     parent.add_module(part, nn.Module())
                 parent = getattr(parent, part)

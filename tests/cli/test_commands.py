@@ -33,7 +33,6 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.workload.lookups import IdHistogram
-from dreamshard_planner.workload.tables import Table
 from tests.faults import dreamshard, ended, start, wait_for
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
@@ -347,28 +346,6 @@ def test_commands_keep_effort_and_seed_of_a_plan_unless_they_are_told_others(tmp
         assert SavedPlan.load(again).inputs.settings["effort"] == "quick"
     assert "fast" in run("plan", *job, "--effort", "fast", status=2).stderr
     assert SearchOptions().settings() == {} and SearchOptions(seed=0).settings() == {"seed": 0}
-
-
-@pytest.mark.parametrize("source", ["--plan", "--tables"])
-def test_calibration_reads_tables_as_they_and_statistics_say(
-    source: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Begun(Exception):
-        """Says that measuring began."""
-
-    def calibrate(*_given: Any, tables: list[Table], **_options: Any) -> None:
-        raise Begun({table.name.rpartition(".")[2]: table.features for table in tables})
-
-    monkeypatch.setattr("dreamshard_planner.training.calibrate", calibrate)
-    given = EXAMPLE if source == "--tables" else str(folder / "plan.json")
-    command = ("calibrate", source, given, "--out", str(tmp_path / "x.safetensors"))
-    for more, lookups in (((), 1.0), (("--statistics", str(folder / "monday.json")), 4.0)):
-        with pytest.raises(Begun) as begun:
-            run(*command, *more, status=1)
-        (found,) = begun.value.args
-        assert [feature.pooling_factor for feature in found["item_id"]] == [lookups, 40.0]
-    TableStatistics({"elsewhere": FeatureStatistics(4.0)}).to_json(other := tmp_path / "other.json")
-    assert "'elsewhere'" in run(*command, "--statistics", other, status=1).stderr
 
 
 def test_plans_are_written_out_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

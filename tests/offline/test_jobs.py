@@ -416,18 +416,30 @@ def test_a_shared_feature_has_one_number_of_lookups() -> None:
             spec(name)
 
 
-def test_a_setting_that_no_planner_takes_is_named(tmp_path: Path) -> None:
-    saved = saved_of(collection(table("a", 50)), None, CUDA)
-    for setting, value in (
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
         ("cost_source", "oracle"),
         ("sharding_types", ["diagonal"]),
         ("exact_training", "sometimes"),
         ("seed", 1.5),
         ("effort", "lazy"),
         ("sharding_groups", {"size": 0}),
-    ):
-        settings = {**saved.inputs.settings, setting: value}
-        replace(saved, inputs=replace(saved.inputs, settings=settings)).save(tmp_path / "odd.json")
-        for command, *options in (("explain",), ("replan", "--steps", "10")):
-            told = run(command, tmp_path / "odd.json", *options, status=1).stderr
-            assert "odd.json: settings: " in told and f"{setting.replace('_', ' ')} must be" in told.replace("_", " ")
+    ],
+)
+def test_a_setting_that_no_planner_takes_is_named(setting: str, value: Any, base: SavedPlan) -> None:
+    odd = replace(base, name="odd.json", inputs=replace(base.inputs, settings={**base.inputs.settings, setting: value}))
+    with pytest.raises(PlanError, match=f"odd.json: settings: .*{setting.replace('_', '.')} must be"):
+        job_of(odd)
+
+
+def test_tables_of_a_list_and_of_its_plan_have_their_optimizers_and_statistics() -> None:
+    """Statistics that are given stand above those of list and plan; a feature without any has one lookup."""
+    given = TableStatistics({"item_id": FeatureStatistics(4.0)})
+    model = read_model(str(EXAMPLE))
+    planned = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=64, settings=QUICK).plan()
+    for source in (model, job_of(planned.saved_plan()).model):
+        for statistics, lookups in ((None, 1.0), (given, 4.0)):
+            tables = {table.name: table for table in source.with_statistics(statistics).tables()}
+            assert [each.pooling_factor for each in tables["pooled.item_id"].features] == [lookups, 40.0]
+            assert tables["sequences_64.history"].optimizer == "adam" and len(tables) == 8
