@@ -33,7 +33,7 @@ from dreamshard_planner.search_space.replica_rules import in_backward_arguments
 from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.counting import in_smaller_batches
-from dreamshard_planner.workload.lookups import HotRows
+from dreamshard_planner.workload.lookups import FeatureStatistics, HotRows
 
 LEAST_GAIN = 0.02
 """Share of a plan's cost that hot rows must save."""
@@ -41,40 +41,6 @@ LEAST_READS = (0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 1024)
 """Thresholds: reads of a hot row by each rank's batch."""
 SORTED_BYTES = 150
 """Bytes of memory traffic that tell repeated lookups from others, for each lookup."""
-
-
-@dataclass(frozen=True)
-class HotRowsChoice:
-    """A plan with the hot rows that were chosen for it. Its ``str()`` is for people."""
-
-    options: tuple[ShardingOption, ...]
-    """One option with ranks for every table. Tables with hot rows are row_wise."""
-    hot_rows: int = 0
-    """Hot rows of all tables."""
-    before_ms: float = 0.0
-    """Predicted cost of a step without hot rows."""
-    after_ms: float = 0.0
-    """Predicted cost of a step with hot rows."""
-    before_bytes: float = 0.0
-    """Bytes that a rank sends per step without hot rows, for all tables, mean over ranks."""
-    after_bytes: float = 0.0
-    """Bytes that a rank sends per step with hot rows, their all-reduce included."""
-    lack: str = f"they would not lower the predicted cost of a step by {LEAST_GAIN:.0%}"
-    """Reason of a plan without hot rows."""
-
-    def __str__(self) -> str:
-        if not self.hot_rows:
-            return f"no hot rows: {self.lack}"
-        before, after = (size_in_words(int(sent)) for sent in (self.before_bytes, self.after_bytes))
-        return (
-            f"hot rows lower the predicted step from {self.before_ms:.3f} to {self.after_ms:.3f} ms, and the bytes "
-            f"that a rank sends per step from {before} to {after}"
-        )
-
-    def note(self) -> Note:
-        """Return a note for the report."""
-        names = ("before_ms", "after_ms", "before_bytes", "after_bytes")
-        return Note("hot_rows", str(self), {name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -91,20 +57,9 @@ class _Candidate:
     """Bytes of one hot row with its optimizer state."""
 
 
-@dataclass(frozen=True)
-class _Rated:
-    """A plan with hot rows, rated."""
-
-    counts: Mapping[str, int]
-    """Hot rows of each table that has some."""
-    plan: RatedPlan
-
-    @property
-    def ms(self) -> float:
-        return self.plan.total_ms
-
-
-def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_bytes: int) -> HotRowsChoice:
+def choose_hot_rows(
+    model: ModelProblem, plan: Sequence[ShardingOption], budget_bytes: int
+) -> tuple[list[ShardingOption], Note]:
     """Choose hot rows for the sequence tables of a plan, whose own hot rows do not count.
 
     Only tables with counted ids (:class:`~dreamshard_planner.workload.lookups.HotIds`), a row_wise option, an optimizer
@@ -114,6 +69,9 @@ def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_
         model: of the plan.
         plan: one option with ranks for every table.
         budget_bytes: most memory that hot rows may take on each rank.
+
+    Returns:
+        The plan, whose tables with hot rows are row_wise, and a note for the report.
     """
     candidates = {fqn_of(one.option): one for one in _candidates(model)} if budget_bytes else {}
     if not candidates:
@@ -121,7 +79,7 @@ def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_
         lack = (
             "no sequence table with counted rows may have them" if counted else "no statistics tell which rows are hot"
         )
-        return HotRowsChoice(tuple(plan), lack=lack)
+        return list(plan), Note("hot_rows", f"no hot rows: {lack}")
     before = best = _rated(model, plan, candidates, {})
     reads = torch.cat([one.reads for one in candidates.values()])
     costs_bytes = torch.cat([torch.full((len(one.ids),), one.row_bytes) for one in candidates.values()])
@@ -136,19 +94,33 @@ def choose_hot_rows(model: ModelProblem, plan: Sequence[ShardingOption], budget_
             continue
         tried.append(counts)
         best = _better(best, _rated(model, plan, candidates, counts))
-    for name in list(best.counts):
-        if name in best.counts:
-            others = {other: count for other, count in best.counts.items() if other != name}
-            best = _better(best, _rated(model, plan, candidates, others))
-    if best.ms > before.ms * (1 - LEAST_GAIN):
-        best = before
-    sent_bytes = _sent_bytes(before.plan), _sent_bytes(best.plan)
-    return HotRowsChoice(tuple(best.plan.options), sum(best.counts.values()), before.ms, best.ms, *sent_bytes)
+    for name in _counts(best):
+        others = {other: count for other, count in _counts(best).items() if other != name}
+        best = _better(best, _rated(model, plan, candidates, others))
+    if best.total_ms > before.total_ms * (1 - LEAST_GAIN):
+        lack = f"they would not lower the predicted cost of a step by {LEAST_GAIN:.0%}"
+        return before.options, Note("hot_rows", f"no hot rows: {lack}")
+    figures = {
+        "before_ms": before.total_ms,
+        "after_ms": best.total_ms,
+        "before_bytes": _sent_bytes(before),
+        "after_bytes": _sent_bytes(best),
+    }
+    text = (
+        f"hot rows lower the predicted step from {before.total_ms:.3f} to {best.total_ms:.3f} ms, and the bytes that a "
+        f"rank sends per step from {size_in_words(int(figures['before_bytes']))} to "
+        f"{size_in_words(int(figures['after_bytes']))}"
+    )
+    return best.options, Note("hot_rows", text, figures)
 
 
-def _better(best: _Rated, other: _Rated) -> _Rated:
-    problem = other.plan.read.problem
-    return other if other.ms < best.ms and bool(problem.fits(other.plan.sharding)) else best
+def _counts(rated: RatedPlan) -> dict[str, int]:
+    """Return the number of hot rows of each table that has some."""
+    return {fqn_of(option): len(hot) for option in rated.options if (hot := hot_rows_of(option)) is not None}
+
+
+def _better(best: RatedPlan, other: RatedPlan) -> RatedPlan:
+    return other if other.total_ms < best.total_ms and bool(other.read.problem.fits(other.sharding)) else best
 
 
 def _candidates(model: ModelProblem) -> list[_Candidate]:
@@ -198,20 +170,19 @@ def _candidates(model: ModelProblem) -> list[_Candidate]:
 
 def _rated(
     model: ModelProblem, plan: Sequence[ShardingOption], candidates: Mapping[str, _Candidate], counts: Mapping[str, int]
-) -> _Rated:
+) -> RatedPlan:
     """Rate a plan with so many hot rows of each table."""
-    counts, options = {name: count for name, count in counts.items() if count}, []
+    options = []
     for option in plan:
-        if (name := fqn_of(option)) in counts:
-            chosen = candidates[name]
-            rows = int(option.tensor.shape[0])
-            option = with_hot_rows(chosen.option, HotRows(chosen.ids[: counts[name]], rows))
+        if count := counts.get(fqn_of(option), 0):
+            chosen = candidates[fqn_of(option)]
+            option = with_hot_rows(chosen.option, HotRows(chosen.ids[:count], int(option.tensor.shape[0])))
             set_ranks(option, range(model.left.world_size))
         elif hot_rows_of(option):
             option = with_hot_rows(option, None)
         options.append(option)
     model.context.complete(options)
-    return _Rated(counts, model.context.rated(options, model.left))
+    return model.context.rated(options, model.left)
 
 
 def _sent_bytes(rated: RatedPlan) -> float:
@@ -240,32 +211,23 @@ def dedup_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
         plan: one option with ranks for every table.
     """
     plan = [with_hot_rows(option, None) if hot_rows_of(option) else option for option in plan]
-    context, statistics, topology = model.context, model.settings.statistics, model.ranks.topology
+    context, topology = model.context, model.ranks.topology
+    statistics: Mapping[str, FeatureStatistics] = model.settings.statistics or {}
+    if model.settings.cost_source == "torchrec" or topology.compute_device == "cpu" or topology.world_size == 1:
+        return ()
     sequences = [option for option in plan if type(option.module[1]) is EmbeddingCollection]
-    features = {name for option in sequences for name in context.reader.declared(option).features}
-    if (
-        model.settings.cost_source == "torchrec"
-        or topology.compute_device == "cpu"
-        or topology.world_size == 1
-        or not features
-    ):
-        return ()
-    if statistics is None or any(
-        name not in statistics or statistics[name].reuse_histogram is None for name in features
-    ):
-        return ()
-    plain = [
-        one for one in model.sharders if isinstance(one, EmbeddingCollectionSharder) and not compat.dedups_ids(one)
-    ]
-    if not plain:
+    features = [statistics.get(name) for option in sequences for name in context.reader.declared(option).features]
+    if not features or any(feature is None or feature.reuse_histogram is None for feature in features):
         return ()
     sharders = [
         EmbeddingCollectionSharder(one.fused_params, one.qcomm_codecs_registry, use_index_dedup=True)
-        if one in plain
+        if isinstance(one, EmbeddingCollectionSharder) and not compat.dedups_ids(one)
         else one
         for one in model.sharders
     ]
-    reader = OptionReader(context.constraints, statistics, sharders)
+    if sharders == list(model.sharders):
+        return ()
+    reader = OptionReader(context.constraints, model.settings.statistics, sharders)
     before_ms = context.rated(plan).total_ms
     after_ms = replace(context, reader=reader, sharders=sharders).rated(plan).total_ms
     after_ms += sum(

@@ -367,9 +367,8 @@ class SearchLoop:
                 plan, replacements = observed.options, [*replacements, observed]
         notes += [other.note for other in replacements]
         if model.settings.hot_rows_bytes:
-            hot_rows = choose_hot_rows(model, plan, model.settings.hot_rows_bytes)
-            plan = list(hot_rows.options)
-            notes.append(hot_rows.note())
+            plan, note = choose_hot_rows(model, plan, model.settings.hot_rows_bytes)
+            notes.append(note)
         self._estimate(plan)
         notes += dedup_notes(model, plan)
         if given.perf_model is not None and proposals:

@@ -22,7 +22,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, JsonPlanLoader, PlanError, TableStatistics, compare
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.hot_rows.choice import HotRowsChoice, choose_hot_rows
 from dreamshard_planner.hot_rows.hot_set import hot_rows_of
 from dreamshard_planner.plans.plan_file import SavedPlan
 from tests.cli.test_commands import run, run_json
@@ -70,19 +69,14 @@ def _planned(
     return planner.plan(model, [EmbeddingCollectionSharder(use_index_dedup=dedup)]), planner
 
 
-def _choice(planner: DreamShardPlanner) -> HotRowsChoice:
-    model = planner._model()
-    return choose_hot_rows(model, planner.options, model.settings.hot_rows_bytes)
-
-
 def test_hot_rows_of_skewed_tables_lower_the_step() -> None:
     plan, planner = _planned()
-    choice, hot = _choice(planner), dict(hot_rows_of(plan))
-    report = planner.report()
+    report, hot = planner.report(), dict(hot_rows_of(plan))
     gain, described = (note for note in report.notes if note.code == "hot_rows")
+    told = gain.figures
     assert hot.keys() == {"ec.t0", "ec.t1"}
-    assert choice.after_ms < 0.9 * choice.before_ms and choice.after_bytes < 0.7 * choice.before_bytes
-    assert choice.after_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
+    assert told["after_ms"] < 0.9 * told["before_ms"] and told["after_bytes"] < 0.7 * told["before_bytes"]
+    assert told["after_ms"] == pytest.approx(report.chosen.total_ms, rel=1e-6)
     for name, rows in hot.items():
         known = _statistics()[f"t{name[-1]}_f0"]
         assert known.hot is not None and rows.table_rows == ROWS
@@ -93,17 +87,16 @@ def test_hot_rows_of_skewed_tables_lower_the_step() -> None:
     rows = sum(map(len, hot.values()))
     memory_bytes = rows * (DIM * 4 + 4)  # and the state of row-wise Adagrad
     assert described.figures == {"rows": rows, "memory_bytes": memory_bytes}
-    assert gain.figures["after_ms"] == choice.after_ms
     whole = _planned(hot_rows_bytes=0)[1].report()
-    assert choice.before_ms == pytest.approx(whole.chosen.total_ms, rel=1e-6)
+    assert told["before_ms"] == pytest.approx(whole.chosen.total_ms, rel=1e-6)
     taken = [entry.used_bytes[3] for one in (report, whole) for entry in one.memory if entry.kind == "HBM"]
     assert taken[0] - taken[1] == memory_bytes
 
 
 def test_the_budget_bounds_the_memory_of_each_rank() -> None:
     for budget_bytes in (1000, 2000):
-        choice = _choice(_planned(hot_rows_bytes=budget_bytes)[1])
-        assert budget_bytes - 2 * (DIM * 4 + 4) < choice.hot_rows * (DIM * 4 + 4) <= budget_bytes
+        rows = sum(len(rows) for _, rows in hot_rows_of(_planned(hot_rows_bytes=budget_bytes)[0]))
+        assert budget_bytes - 2 * (DIM * 4 + 4) < rows * (DIM * 4 + 4) <= budget_bytes
 
 
 @pytest.mark.parametrize(
@@ -117,7 +110,7 @@ def test_the_budget_bounds_the_memory_of_each_rank() -> None:
 def test_tables_stay_whole_where_hot_rows_gain_nothing(exponent: float | None, dedup: bool, told: str) -> None:
     """Statistics are lacking, all rows are read alike, or index dedup sends each row once already."""
     plan, planner = _planned(exponent, dedup)
-    assert not [*hot_rows_of(plan)] and not _choice(planner).hot_rows
+    assert not [*hot_rows_of(plan)]
     assert f"no hot rows: {told}" in [note.text for note in planner.report().notes]
 
 
@@ -140,24 +133,20 @@ def test_other_lookups_have_the_statistics_of_batches_without_hot_rows() -> None
 
 
 def test_index_dedup_is_advised_with_its_gain() -> None:
-    planners = {dedup: _planned(1.2, dedup)[1] for dedup in (False, True)}
-    figures = {
-        dedup: [note.figures for note in planner.report().notes if note.code == "index_dedup"]
-        for dedup, planner in planners.items()
-    }
-    assert not figures[True]
-    (advised,) = figures[False]
-    assert advised["before_ms"] == pytest.approx(_choice(planners[False]).before_ms)
+    planners = [_planned(1.2, dedup)[1] for dedup in (False, True)]
+    told, of_dedup = ({note.code: note.figures for note in planner.report().notes} for planner in planners)
+    assert "index_dedup" not in of_dedup
+    advised = told["index_dedup"]
+    assert advised["before_ms"] == pytest.approx(_planned(hot_rows_bytes=0)[1].report().chosen.total_ms)
     # A planner whose sharder dedups ids counts all but the time to find repeated lookups.
-    told_ms = planners[True].report().chosen.total_ms
+    told_ms = planners[1].report().chosen.total_ms
     assert told_ms < advised["dedup_ms"] < 1.5 * told_ms
 
 
 def test_tables_whose_batches_vary_have_no_hot_rows() -> None:
     """Their replicas would refuse the first batch."""
     half = {"t1": ParameterConstraints(batch_sizes=[SAMPLES // 2])}
-    _, planner = _planned.__wrapped__(constraints=half)
-    assert not _choice(planner).hot_rows
+    assert not [*hot_rows_of(_planned.__wrapped__(constraints=half)[0])]
 
 
 @pytest.mark.parametrize("given", [-1, 1.5, True])
