@@ -61,8 +61,7 @@ from dlrm.options import Node, cpu_rank
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics, compare_steps
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
-from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
-from dreamshard_planner.hot_rows.sharded import HotIndex
+from dreamshard_planner.hot_rows.sharded import HotIndex, replicate_hot_rows
 from dreamshard_planner.measure.collectives import TRIMMED, measure
 from dreamshard_planner.workload.lookups import HotRows
 from dreamshard_planner.workload.pools import named_pool

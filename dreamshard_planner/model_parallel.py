@@ -12,8 +12,7 @@ from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
-from dreamshard_planner.hot_rows.hot_set import hot_rows_of
-from dreamshard_planner.hot_rows.sharded import with_hot_rows
+from dreamshard_planner.hot_rows.sharded import hot_rows_of, with_hot_rows
 from dreamshard_planner.observing.automatic import begin
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.planning.ranks import RankHardware, read_topology

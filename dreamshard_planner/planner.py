@@ -38,7 +38,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dreamshard_planner import devices
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import DreamShardError, InputWarning, StatisticsError
-from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
+from dreamshard_planner.hot_rows.sharded import replicate_hot_rows
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem

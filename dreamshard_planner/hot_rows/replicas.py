@@ -124,9 +124,9 @@ class HotReplicas:
         found = {table.name: (table, kernel, place) for table, kernel, place in _fused_tables(module)}
         if missing := sorted(hot.keys() - found.keys()):
             raise DreamShardError(f"hot rows need compute kernel 'fused', which {', '.join(missing)} lack.")
-        self._tables = [_hot_table(*found[name], rows) for name, rows in hot.items()]
+        self.tables = [_hot_table(*found[name], rows) for name, rows in hot.items()]
         self._sizes = [len(rows) for rows in hot.values()]
-        device = self._tables[0].weight.shard.device
+        device = self.tables[0].weight.shard.device
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._stale = True
         self._changed = (
@@ -148,25 +148,17 @@ class HotReplicas:
         """Read the replicas from the shards before the next forward. Call it on all ranks."""
         self._stale = True
 
-    @torch.no_grad()
-    def _check_current(self) -> None:
-        """Read the replicas after a load; else check that nobody changed the shards alone, without waiting for it."""
-        for copy in (copy for table in self._tables for copy in table.copies):
-            if self._stale:
-                copy.read(self._group)
-            else:
-                torch._assert_async(copy.same(), self._changed)
-        self._stale = False
-
     def rows(self) -> Tensor:
         """Return the hot rows of all tables as they are now, float32 [K, D]. The backward updates the replicas."""
-        self._check_current()
+        with torch.no_grad():
+            for copy in (copy for table in self.tables for copy in table.copies):
+                if self._stale:
+                    copy.read(self._group)
+                else:  # nobody changed the shards alone; the device checks it without waiting
+                    torch._assert_async(copy.same(), self._changed)
+        self._stale = False
         rows_KD: Tensor = _Rows.apply(self._anchor, self)  # type: ignore[no-untyped-call]
         return rows_KD
-
-    def copy(self) -> Tensor:
-        """Return a copy of all replicas, float32 [K, D]."""
-        return torch.cat([table.weight.replica.float() for table in self._tables])
 
     def reduce_and_update(self, gradient_KD: Tensor) -> None:
         """Add up the gradients of all ranks beside the rest of the backward, then update the replicas."""
@@ -179,7 +171,7 @@ class HotReplicas:
         work.wait()
         if get_gradient_division():  # as TorchRec's exchanges do with gradients of sharded tables
             gradient_KD.div_(self._group.size())
-        for table, part_KD in zip(self._tables, gradient_KD.split(self._sizes), strict=True):
+        for table, part_KD in zip(self.tables, gradient_KD.split(self._sizes), strict=True):
             table.update(part_KD)
 
 
@@ -189,7 +181,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, replicas: HotReplicas) -> Tensor:
         ctx.replicas = replicas
-        return replicas.copy()
+        return torch.cat([table.weight.replica.float() for table in replicas.tables])
 
     @staticmethod
     def backward(ctx: Any, gradient_KD: Tensor) -> tuple[None, None]:

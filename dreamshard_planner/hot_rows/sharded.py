@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's sharded EmbeddingCollection with hot rows. Names, shapes, outputs and checkpoints stay the same.
+"""Plans with hot rows, and TorchRec's sharded EmbeddingCollection with them. Names, shapes, outputs and checkpoints of
+the collection stay the same.
 
 Shapes: N lookups of a batch or sharding type, H of hot rows and C of others; F features; S = F x B samples; K hot rows;
 D embedding dim.
@@ -7,8 +8,8 @@ D embedding dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -23,27 +24,78 @@ from torchrec.distributed.embedding import (
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
+    EmbeddingModuleShardingPlan,
     LazyAwaitable,
     ModuleSharder,
     ParameterSharding,
     ShardingEnv,
+    ShardingPlan,
     ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.hot_rows.hot_set import HotRowsSharding
+from dreamshard_planner.errors import DreamShardError, PlanError
 from dreamshard_planner.hot_rows.replicas import HotReplicas
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.lookups import HotRows
+
+
+@dataclass
+class HotRowsSharding(ParameterSharding):
+    """A row_wise table with hot rows. TorchRec's own sharder reads it as plain row_wise."""
+
+    hot_rows: HotRows | None = None
+
+
+def hot_rows_of(plan: ShardingPlan) -> Iterator[tuple[str, HotRows]]:
+    """Yield the name, such as ``model.ec.items``, and the hot rows of every table of a plan that has some."""
+    for path, tables in plan.plan.items():
+        if isinstance(tables, EmbeddingModuleShardingPlan):
+            for name, sharding in tables.items():
+                if isinstance(sharding, HotRowsSharding) and sharding.hot_rows is not None:
+                    yield f"{path}.{name}".lstrip("."), sharding.hot_rows
+
+
+def replicate_hot_rows(plan: ShardingPlan, ids: Mapping[str, Tensor]) -> ShardingPlan:
+    """Return a plan in which every rank holds the hot rows of some tables.
+
+    Args:
+        plan: TorchRec's. Stays as it is.
+        ids: hot rows by name of the table, as in the plan: ``ec.items`` for table ``items`` of module ``ec``.
+
+    Raises:
+        PlanError: a table is not in the plan or not row_wise; or an id is not of the table.
+    """
+    left, modules = dict(ids), {}
+    for path, tables in plan.plan.items():
+        if isinstance(tables, EmbeddingModuleShardingPlan):
+            tables = EmbeddingModuleShardingPlan(tables)
+            for name, sharding in tables.items():
+                if (of_table := left.pop(f"{path}.{name}".lstrip("."), None)) is not None:
+                    tables[name] = _with_ids(name, sharding, of_table)
+        modules[path] = tables
+    if left:
+        raise PlanError(f"hot rows are given for tables that the plan lacks: {', '.join(sorted(left))}.")
+    return ShardingPlan(modules)
+
+
+def _with_ids(name: str, sharding: ParameterSharding, ids: Tensor) -> HotRowsSharding:
+    if sharding.sharding_type != ShardingType.ROW_WISE.value:
+        raise PlanError(f"hot rows need a row_wise table, but table {name!r} is {sharding.sharding_type}.")
+    given = {each.name: getattr(sharding, each.name) for each in fields(ParameterSharding)}
+    shards = getattr(sharding.sharding_spec, "shards", [])
+    rows = max((shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards), default=0)
+    return HotRowsSharding(**given, hot_rows=HotRows(ids, rows))
 
 
 @dataclass(frozen=True)
 class Routed:
     """A batch, told apart."""
 
+    batch: KeyedJaggedTensor
+    """All lookups, features in the order of the sharding types."""
     position_H: Tensor
     """Lookups of hot rows, ascending."""
     hot_row_H: Tensor
@@ -55,7 +107,7 @@ class Routed:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell the allocator of CUDA that a stream reads these tensors."""
-        for tensor in (self.position_H, self.hot_row_H, self.position_C, self.others):
+        for tensor in (self.batch, self.position_H, self.hot_row_H, self.position_C, self.others):
             tensor.record_stream(stream)
 
 
@@ -94,7 +146,7 @@ class HotIndex:
             lengths=length_S - hot_S.to(length_S.dtype),
             stride=batch.stride(),
         )
-        return Routed(position_H, row_N[position_H], position_C, others)
+        return Routed(batch, position_H, row_N[position_H], position_C, others)
 
 
 class HotRowsContext(EmbeddingCollectionContext):
@@ -102,14 +154,11 @@ class HotRowsContext(EmbeddingCollectionContext):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batch: KeyedJaggedTensor | None = None
-        """All lookups, features in the order of the sharding types."""
         self.routed: Routed | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)
-        if self.batch is not None and self.routed is not None:
-            self.batch.record_stream(stream)
+        if self.routed is not None:
             self.routed.record_stream(stream)
 
 
@@ -162,8 +211,8 @@ class HotRowsEmbeddingCollection(ShardedEmbeddingCollection):
         with torch.no_grad():
             wanted = [name for of_kind in self._features.values() for name in of_kind]
             keys = features.keys()
-            ctx.batch = features if keys == wanted else features.permute([keys.index(name) for name in wanted])
-            ctx.routed = self._index.route(ctx.batch)
+            batch = features if keys == wanted else features.permute([keys.index(name) for name in wanted])
+            ctx.routed = self._index.route(batch)
         return super().input_dist(ctx, ctx.routed.others)
 
     def output_dist(
@@ -180,9 +229,9 @@ class HotRowsEmbeddingCollection(ShardedEmbeddingCollection):
         self, ctx: EmbeddingCollectionContext, outputs: LazyAwaitable[dict[str, JaggedTensor]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Put hot rows, as they are now, between the rows that the exchange will bring."""
-        assert isinstance(ctx, HotRowsContext) and ctx.batch is not None and ctx.routed is not None
+        assert isinstance(ctx, HotRowsContext) and ctx.routed is not None
         number = list(self._features).index(ShardingType.ROW_WISE.value)
-        parts = ctx.batch.split([len(of_kind) for of_kind in self._features.values()])
+        parts = ctx.routed.batch.split([len(of_kind) for of_kind in self._features.values()])
         first, lookups = sum(len(part.values()) for part in parts[:number]), len(parts[number].values())
         merged = partial(_Merged, ctx.routed, self._replicas, first, lookups)
         compat.replace_sequence_output(outputs, number, parts[number], merged)

@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, JsonPlanLoader, PlanError, TableStatistics, compare
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.hot_rows.hot_set import hot_rows_of
+from dreamshard_planner.hot_rows.sharded import hot_rows_of
 from dreamshard_planner.plans.plan_file import SavedPlan
 from tests.cli.test_commands import run, run_json
 

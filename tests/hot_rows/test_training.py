@@ -24,8 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from common.dedup_on_cpu import dedup_on_cpu
 from dreamshard_planner import load_across_plans, save_across_plans
-from dreamshard_planner.hot_rows.hot_set import replicate_hot_rows
-from dreamshard_planner.hot_rows.sharded import HotRowsSharder
+from dreamshard_planner.hot_rows.sharded import HotRowsSharder, replicate_hot_rows
 from tests.distributed.ranks import Rank, run_on_ranks
 from tests.ways import Batch, TopLayer, Training, local, saved_state, states_of, train
 
