@@ -17,7 +17,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, Option, PlacementCosts, Sharding
-from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
+from dreamshard_planner.planning.cost_sources import COST_SOURCES, CheckpointCosts
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.report import MemoryEntry, Note, Report, ReportEntry, TableEntry, noted
 from dreamshard_planner.problem.allocated import AllocatedStorage
@@ -107,7 +107,7 @@ class PlanRater:
         return replace(self, reader=OptionReader(self.constraints, statistics, self.sharders or ()))
 
     @cached_property
-    def _costs(self) -> NetworkCosts:
+    def _costs(self) -> CheckpointCosts:
         return COST_SOURCES[self.cost_source](self.ranks)
 
     @cached_property

@@ -37,7 +37,7 @@ _QUANTIZED = (
 
 
 @dataclass(frozen=True)
-class NetworkCosts:
+class CheckpointCosts:
     """Costs by the checkpoint's network and measured exchanges, else by the topology's bandwidths."""
 
     ranks: PlannedRanks
@@ -149,7 +149,7 @@ class NetworkCosts:
         return OPTIMIZERS.keys() - {*network.optimizers, *self.ranks.checkpoint.metadata.get("corrections", {})}
 
 
-class BandwidthCosts(NetworkCosts):
+class BandwidthCosts(CheckpointCosts):
     """Costs by bandwidths, even if there is a network."""
 
     uses_network = False
@@ -159,7 +159,7 @@ class BandwidthCosts(NetworkCosts):
         return RooflineCost.of_topology(self.ranks.topology)
 
 
-class TorchRecCosts(NetworkCosts):
+class TorchRecCosts(CheckpointCosts):
     """The perf of the options, by any estimator: compute and exchanges in one."""
 
     takes_estimates = True
@@ -204,7 +204,7 @@ def _is_quantized(plan: Sequence[ShardingOption]) -> bool:
     return any(serves(option.compute_kernel) for option in plan)
 
 
-COST_SOURCES = {"auto": NetworkCosts, "roofline": BandwidthCosts, "torchrec": TorchRecCosts}
+COST_SOURCES = {"auto": CheckpointCosts, "roofline": BandwidthCosts, "torchrec": TorchRecCosts}
 """Cost sources by the name that users give."""
 
 
