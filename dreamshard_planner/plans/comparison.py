@@ -32,6 +32,8 @@ MAX_SHOWN = 20
 """Tables, and ranks, in the text; :meth:`Comparison.to_dict` has all."""
 MEMORY_TOLERANCE = 0.01
 """Share by which memories may differ: machines of one kind do, by a few megabytes, from boot to boot."""
+COSTS_ALONE = ("pooling_factors", "num_poolings")
+"""Constraints that change the costs of a table, and not how it may be sharded."""
 NAMED = 5
 """Tables, and ranks, named in one difference."""
 
@@ -278,16 +280,16 @@ def differences(made_from: PlanInputs, now: PlanInputs) -> list[str]:
 
 def machine_differences(one: TopologyInputs, other: TopologyInputs) -> list[str]:
     """Between the ranks of two plans, their memories and what connects them."""
-    return [*_ranks(one, other), *_surroundings(one, other)]
+    return [*_ranks(one, other), *_memory(one, other), *_surroundings(one, other)]
 
 
 def stale_differences(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
-    """Yield the differences with which a plan must not be used."""
+    """Yield the differences with which a plan must not be used. Its room in other memory is for the caller to check."""
     yield from _ranks(made_from.topology, now.topology)
     if made_from.batch_size != now.batch_size:
         yield f"batch size {made_from.batch_size} -> {now.batch_size}"
     yield from _tables(made_from.tables, now.tables)
-    yield from _entries("constraint of table", made_from.constraints, now.constraints)
+    yield from _constraints(made_from, now, of_costs=False)
     yield from _entries("", {"placement_rules": made_from.placement_rules}, {"placement_rules": now.placement_rules})
 
 
@@ -300,12 +302,11 @@ def _ranks(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
     ):
         if getattr(one, what) != getattr(other, what):
             yield f"{name} {getattr(one, what)} -> {getattr(other, what)}"
-    if one.world_size == other.world_size:
-        yield from _memory(one, other)
 
 
 def _memory(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
-    for kind in sorted(one.memory_bytes):
+    """Yield differences in the memory of each rank, if both have as many."""
+    for kind in sorted(one.memory_bytes) if one.world_size == other.world_size else ():
         before, after = one.memory_bytes[kind], other.memory_bytes[kind]
         changed = [
             rank
@@ -352,8 +353,22 @@ def _chosen_by(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
     if made_from.statistics != now.statistics:
         was, has = ("none" if value is None else value[:12] for value in (made_from.statistics, now.statistics))
         yield f"statistics {was} -> {has}"
+    yield from _constraints(made_from, now, of_costs=True)
+    yield from _memory(made_from.topology, now.topology)
     yield from _surroundings(made_from.topology, now.topology)
     yield from _entries("", {"setting": made_from.settings}, {"setting": now.settings})
+
+
+def _constraints(one: PlanInputs, other: PlanInputs, of_costs: bool) -> Iterator[str]:
+    """Yield the differences in constraints of tables, either those that only change costs or all others."""
+    yield from _entries(
+        "constraint of table",
+        *(
+            {name: {key: value for key, value in given.items() if (key in COSTS_ALONE) == of_costs}
+             for name, given in inputs.constraints.items()}
+            for inputs in (one, other)
+        ),
+    )  # fmt: skip
 
 
 def _entries(what: str, one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

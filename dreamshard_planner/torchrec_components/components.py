@@ -217,8 +217,9 @@ class JsonPlanLoader(PlanLoader):
     """Loads a file of ``DreamShardPlanner.save_plan`` instead of planning: ``DreamShardPlanner(plan_loader=...)``.
 
     It works on every release of TorchRec that the package accepts. The file is read on the rank that plans. A plan for
-    other tables, ranks, memory, batch size or constraints is refused with ``PlannerError``, which names the difference.
-    Statistics, bandwidths, cost source, seed and versions may differ; the report then says so.
+    other tables, ranks, batch size or constraints is refused with ``PlannerError``, which names the difference. So is a
+    plan that does not fit in memory. Memory, lookups per sample, bandwidths, cost source, seed and versions may differ;
+    the report then says so.
 
     Args:
         path: of the file.

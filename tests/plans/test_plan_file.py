@@ -119,10 +119,9 @@ STALE: list[tuple[dict[str, Any], str]] = [
     ({"model": of_tables(0, 1, 2, 3, 4)}, "'t4' is new"),
     ({"model": of_tables(0, 1, 3), "statistics": None}, "'t2' is gone"),
     ({"topology": topology(3)}, "number of ranks 2 -> 3"),
-    ({"topology": topology(memory=2**33)}, "DDR of rank 0 and 1 more 16.00 GiB -> 8.00 GiB"),
     (
-        {"constraints": {"t1": ParameterConstraints(num_poolings=[2.0])}},
-        r"constraint of table 't1', num_poolings: None -> \[2.0\]",
+        {"constraints": {"t1": ParameterConstraints(min_partition=8)}},
+        "constraint of table 't1', min_partition: None -> 8",
     ),
     ({"sharding_types": ("row_wise",)}, "may be sharded here"),
 ]
@@ -134,6 +133,23 @@ def test_a_stale_plan_is_refused_with_the_difference_named(file: Path, change: d
     given = arguments.pop("model")
     with pytest.raises(PlannerError, match=words):
         planner(plan_loader=JsonPlanLoader(file), **arguments).plan(given, [EveryTypeSharder()])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"topology": topology(memory=2**33)}, "DDR of rank 0 and 1 more 16.00 GiB -> 8.00 GiB"),
+        ({"topology": topology(memory=2**35)}, "DDR of rank 0 and 1 more 16.00 GiB -> 32.00 GiB"),
+        (
+            {"constraints": {"t1": ParameterConstraints(num_poolings=[2.0])}},
+            "constraint of table 't1', num_poolings: None -> [2.0]",
+        ),
+    ],
+)
+def test_a_plan_that_fits_loads_with_other_memory_and_costs(file: Path, change: dict[str, Any], words: str) -> None:
+    made = planner(plan_loader=JsonPlanLoader(file), **change)
+    made.plan(model(), [EveryTypeSharder()])
+    assert f"since the plan was made: {words}" in [note.text for note in made.report().notes if note.code == "stale"]
 
 
 def test_a_plan_without_room_is_refused_with_rank_and_bytes(tmp_path: Path) -> None:
