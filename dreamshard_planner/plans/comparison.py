@@ -9,10 +9,10 @@ and is told beside its cost.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from dreamshard_planner.plans.plan_file import (
 )
 from dreamshard_planner.plans.report import Predicted
 from dreamshard_planner.support.documents import document_of
-from dreamshard_planner.support.formatting import memory_in_words, short, short_words, size_in_words
+from dreamshard_planner.support.formatting import first_of, memory_in_words, short, short_words, size_in_words
 
 MAX_SHOWN = 20
 """Tables, and ranks, in the text; :meth:`Comparison.to_dict` has all."""
@@ -104,8 +104,8 @@ class Comparison:
             f"sharding type or kernel, {self.unchanged} stay; {size_in_words(self.total_bytes)} to move, "
             f"{size_in_words(max(self.bytes_received, default=0))} at most to one rank.",
         ]
-        lines += [f"Only in {self.before}: {_named(self.only_before)}."] if self.only_before else []
-        lines += [f"Only in {self.after}: {_named(self.only_after)}."] if self.only_after else []
+        only = (self.before, self.only_before), (self.after, self.only_after)
+        lines += [f"Only in {plan}: {first_of(tables, MAX_SHOWN)}." for plan, tables in only if tables]
         if self.changes:
             names = [short(change.table) for change in self.changes[:MAX_SHOWN]]
             width = max(map(len, names))
@@ -127,29 +127,28 @@ class Comparison:
                 "both by one source: dreamshard compare --costs auto."
             )
         before, after = self.cost_before.chosen, self.cost_after.chosen
-        times = after.total_ms / before.total_ms if before.total_ms > 0 else 1.0
-        one, other = self.samples
+        times, (one, other) = after.times(before), self.samples
         each = f", for {other:,} samples instead of {one:,} ({times * one / other:.3f} for each)" * (one != other)
         return (
             f"A step takes {after.total_ms:.3f} ms with {self.after}, {before.total_ms:.3f} with {self.before} "
-            f"({times:.3f} times){each}: compute of the slowest rank {_ms(max(after.rank_ms))} instead of "
-            f"{_ms(max(before.rank_ms))} ms, "
-            f"collectives {_ms(after.collectives_ms)} instead of {_ms(before.collectives_ms)} ms."
+            f"({times:.3f} times){each}: compute of the slowest rank {max(after.rank_ms):.3f} instead of "
+            f"{max(before.rank_ms):.3f} ms, collectives {after.collectives_ms:.3f} instead of "
+            f"{before.collectives_ms:.3f} ms."
         )
 
     def _costs(self) -> list[str]:
-        before, after = self.cost_before.chosen, self.cost_after.chosen
-        rows: list[tuple[str, ...]] = [("predicted ms", "before", "after")]
-        rows.append(("total", _ms(before.total_ms), _ms(after.total_ms)))
-        rows.append(("collectives", _ms(before.collectives_ms), _ms(after.collectives_ms)))
-        ranks = max(len(before.rank_ms), len(after.rank_ms))
-        for rank in range(min(ranks, MAX_SHOWN)):
-            shown = [_ms(costs[rank] if rank < len(costs) else None) for costs in (before.rank_ms, after.rank_ms)]
-            rows.append((f"rank {rank}", *shown))
-        more, chosen_from = [(line, "", "") for line in _more(ranks, "ranks")], self._rivals()
-        width = max([14, *(len(name) + 1 for name, *_ in chosen_from)])
-        lines = [f"{row[0]:<{width}}{row[1]:>12}{row[2]:>12}".rstrip() for row in (*rows, *more, *chosen_from)]
         one, other = self.cost_before, self.cost_after
+        before, after = one.chosen, other.chosen
+        rows: list[tuple[str, float | None, float | None]] = [
+            ("total", before.total_ms, after.total_ms),
+            ("collectives", before.collectives_ms, after.collectives_ms),
+            *((f"rank {rank}", *ms) for rank, ms in enumerate(zip_longest(before.rank_ms, after.rank_ms))),
+        ]
+        lines = [f"{'predicted ms':<14}{'before':>12}{'after':>12}"]
+        for name, *each_ms in rows[: MAX_SHOWN + 2]:
+            was, now = ("-" if ms is None else f"{ms:.3f}" for ms in each_ms)
+            lines.append(f"{name:<14}{was:>12}{now:>12}")
+        lines += _more(len(rows) - 2, "ranks")
         if (one.cost_source, one.collectives_source) == (other.cost_source, other.collectives_source):
             return [*lines, f"Compute: {other.cost_source}. Collectives: {other.collectives_source}."]
         return [
@@ -157,13 +156,6 @@ class Comparison:
             f"Before: compute {one.cost_source}, collectives {one.collectives_source}.",
             f"After: compute {other.cost_source}, collectives {other.collectives_source}.",
         ]
-
-    def _rivals(self) -> list[tuple[str, str, str]]:
-        """Totals of the plans that each was chosen from, where it was."""
-        each = (self.cost_before, self.cost_after)
-        one, other = ({rival.name: rival.total_ms for rival in costs.rivals} for costs in each)
-        rows = [(name, _ms(one.get(name)), _ms(other.get(name))) for name in dict.fromkeys([*one, *other])]
-        return [("chosen from, total", "", ""), *rows] if rows else []
 
 
 def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Comparison:
@@ -256,16 +248,6 @@ def _received(
             new = shard.size[0] * shard.size[1] - known
             received[rank] += table.trained_bytes(new, max(1, shard.size[1]))
     return received
-
-
-def _ms(value: float | None) -> str:
-    """Return milliseconds in words."""
-    return "-" if value is None else "infeasible" if math.isinf(value) else f"{value:.3f}"
-
-
-def _named(tables: tuple[str, ...]) -> str:
-    rest = f" and {len(tables) - MAX_SHOWN} more" if len(tables) > MAX_SHOWN else ""
-    return ", ".join(map(short, tables[:MAX_SHOWN])) + rest
 
 
 def _more(count: int, what: str) -> list[str]:

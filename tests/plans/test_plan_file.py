@@ -93,9 +93,6 @@ def test_a_file_shows_the_table_of_rivals_that_the_fresh_plan_had(made: tuple, f
     fresh, saved = made[0].report(), SavedPlan.load(file)
     assert str(saved.report()).splitlines()[:8] == str(fresh).splitlines()[:8] and len(fresh.rivals) > 5
     assert [name for name, _ in saved.report().collectives] == [name for name, _ in fresh.collectives]
-    text = str(compare(saved, saved)).splitlines()
-    (line,) = [line for line in text if line.startswith("torchrec ")]
-    assert line.split() == ["torchrec", *[f"{fresh.rival('torchrec').total_ms:.3f}"] * 2]
     dearer = planner(plan_loader=JsonPlanLoader(file), cost_source="torchrec")
     dearer.plan(model(), SHARDERS)
     assert dearer.report().rivals == () and any("by the costs of then" in note.text for note in dearer.report().notes)
