@@ -10,6 +10,7 @@ Shapes: S shards of a table, N shards held of it, D ranks, H pods, L ranks of a 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
@@ -28,7 +29,7 @@ from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.replan import Move, Replan
 from dreamshard_planner.problem.parts import positions_of
-from dreamshard_planner.search.few_moves import Waypoint, few_moves
+from dreamshard_planner.search.few_moves import few_moves
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, places_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import ranks_in_words, some_of
@@ -68,32 +69,30 @@ def replanned(
         ways = _Ways(model, held, fresh)
         effort = model.settings.candidates
         walked = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UP, max_bytes_moved, effort)
-        found = [point for point in walked if ways.runs(point.sharding)] or [ways.waypoint(ways.fresh)]
-        now, afresh = (
-            ways.waypoint(sharding) for sharding in (ways.starts[0] if ways.starts else found[0].sharding, ways.fresh)
-        )
-    points = [now, *(point for point in found if point.overall_ms < now.overall_ms)]
+        found = [point.sharding for point in walked if ways.runs(point.sharding)] or [ways.fresh]
+        now, step_ms = (ways.starts or found)[0], ways.cost.overall_ms
+        points = [now, *(sharding for sharding in found if step_ms(sharding) < step_ms(now))]
 
-    def move(point: Waypoint) -> Move:
-        tables, to_rank_D = ways.moved(point.sharding)
+    def move(sharding: Sharding) -> Move:
+        tables, to_rank_D = ways.moved(sharding)
         return Move(
             tables=tables,
             bytes_moved=int(to_rank_D.sum()),
             bytes_to_one_rank=int(to_rank_D.max()),
-            step_ms=point.overall_ms,
+            step_ms=step_ms(sharding),
             moving_seconds=restart_seconds + int(to_rank_D.max()) / bytes_per_s if tables or ways.forced else 0.0,
         )
 
     @neutral()
     @torch.no_grad()
     def saved(index: int) -> SavedPlan:
-        return model.saved(ways.read.assign(points[index].sharding), "plan")
+        return model.saved(ways.read.assign(points[index]), "plan")
 
     return Replan(
         before=held.name,
         curve=tuple(map(move, points)),
         make=saved,
-        afresh=move(afresh),
+        afresh=move(ways.fresh),
         steps=steps,
         max_bytes_moved=max_bytes_moved,
         forced=ways.forced,
@@ -164,7 +163,8 @@ class _Ways:
     def __init__(self, model: ModelProblem, held: Held, fresh: Sequence[ShardingOption]) -> None:
         self._model, self._held, saved = model, held, model.saved(fresh, "plan")
         named = model.options(renamed(saved, names_that_keep_most(held.shards, saved)))
-        searched = _searched(model, named)
+        guessed = any(map(model.context.is_guess, named))
+        searched = model.searched if guessed else model.context.certain_options(model.searched)
         known = {fqn: table for fqn, table in held.whole.items() if enumerated_as(model.by_table[fqn], table)}
         ranks = model.left.world_size
         now = [as_option(fqn, table, model.by_table[fqn], ranks) for fqn, table in known.items()]
@@ -176,10 +176,14 @@ class _Ways:
         self.cost = model.context.cost(self.read)
         self._index = {_way(option): (table, index) for table, choices in enumerate(self.read.options)
                        for index, option in enumerate(choices)}  # fmt: skip
-        changes = {change[0]: change for change in map(self._change, named)}
-        self.fresh = _sharding(changes)
-        self.kept = [change for option in now if (change := self._staying(option))]
-        mixed = _sharding(changes | {change[0]: change for change in self.kept})
+        _, chosen, positions = zip(*sorted(map(self._change, named)), strict=True)
+        self.fresh = mixed = Sharding(chosen, positions)
+        self.kept: list[Change] = []
+        for option in now:
+            with suppress(PlannerError):  # its ranks do not lie as TorchRec needs them
+                self.kept.append(self._change(option))
+        for change in self.kept:
+            mixed = mixed.changed(*change)
         self.starts = [mixed] if bool(self.cost.problem.fits(mixed)) else []
         self._received_SD = cache(self._received)
 
@@ -207,31 +211,19 @@ class _Ways:
         fqn = fqn_of(sharded)
         return received_SD(self._model.inputs.tables[fqn], places_of(sharded), self._held.shards.get(fqn), ranks)
 
-    def waypoint(self, sharding: Sharding) -> Waypoint:
-        """Its bytes are not counted."""
-        return Waypoint(0, self.cost.overall_ms(sharding), sharding)
-
     def moved(self, sharding: Sharding) -> tuple[int, np.ndarray]:
         """Return the number of tables that change, and the bytes that each rank gets."""
         to_rank_D = np.zeros(self.cost.problem.num_ranks, dtype=np.int64)
-        chosen = zip(self.cost.problem.tables, sharding.options, sharding.positions, strict=True)
-        for table, (options, option, positions) in enumerate(chosen):
-            ranks = options[option].ranks(positions)
+        tables = self.cost.problem.tables
+        chosen = [*zip(range(len(tables)), sharding.options, sharding.positions, strict=True)]
+        for table, option, positions in chosen:
+            ranks = tables[table][option].ranks(positions)
             np.add.at(to_rank_D, ranks, self._received_SD(table, option)[range(len(ranks)), ranks])
-        stays = [change for change in self.kept
-                 if change == (change[0], sharding.options[change[0]], sharding.positions[change[0]])]  # fmt: skip
-        return len(self._held.shards) - len(stays), to_rank_D
+        return len(self._held.shards) - len({*chosen} & {*self.kept}), to_rank_D
 
     def _change(self, option: ShardingOption) -> Change:
         table, index = self._index[_way(option)]
         return table, index, positions_of(option, self.cost.problem.tables[table][index].span)
-
-    def _staying(self, option: ShardingOption) -> Change | None:
-        """None where its ranks do not lie as TorchRec needs them."""
-        try:
-            return self._change(option)
-        except PlannerError:
-            return None
 
 
 def received_SD(
@@ -326,12 +318,6 @@ def _span(table: TableSharding) -> str:
     return "world" if known is None else known.span
 
 
-def _searched(model: ModelProblem, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """The options that planning searches."""
-    guessed = any(map(model.context.is_guess, fresh))
-    return model.searched if guessed else model.context.certain_options(model.searched)
-
-
 def _may_stay(option: ShardingOption, searched: Collection[Hashable]) -> bool:
     """Unless an EmbeddingCollection could come to have column slices of two widths, which TorchRec cannot mix."""
     mixes = type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)
@@ -342,9 +328,3 @@ def _way(option: ShardingOption) -> Hashable:
     """Return a key that is equal for options that shard a table alike, shard by shard."""
     way = option.sharding_type, option.compute_kernel, option.cache_load_factor, hot_rows_of(option)
     return fqn_of(option), *way, tuple(places_of(option))
-
-
-def _sharding(changes: Mapping[int, Change]) -> Sharding:
-    """Join the changes of all tables."""
-    ordered = [changes[table] for table in range(len(changes))]
-    return Sharding(tuple(option for _, option, _ in ordered), tuple(positions for *_, positions in ordered))
