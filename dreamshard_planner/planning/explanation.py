@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 
@@ -151,16 +153,13 @@ def explain(model: ModelProblem, plan: AnyPlan, rank: int | None = None) -> Expl
     """
     rated = model.rated(plan)
     report = model.context.report(rated, assumptions(model, rated.options))
-    problem, sharding = rated.read.problem, rated.sharding
     chosen = report.chosen
     rank = chosen.slowest if rank is None else rank
     if isinstance(rank, bool | float) or rank not in range(len(chosen.rank_ms)):
         last = len(chosen.rank_ms) - 1
         raise PlannerError(f"there is no rank {rank!r}: the plan has ranks 0 to {last}", PlannerErrorType.OTHER)
-    alone_ms = {index: entry.on_rank_ms(rank) for index, entry in enumerate(report.tables) if rank in entry.ranks}
-    costliest = sorted(alone_ms, key=lambda table: (-alone_ms[table], table))
-    names = [problem.names[table] for table in costliest[:MAX_TABLES]]
-    changes = _changes(model, rated, names)
+    alone_ms = {entry.name: entry.on_rank_ms(rank) for entry in report.tables if rank in entry.ranks}
+    alone_ms = dict(sorted(alone_ms.items(), key=lambda known: -known[1]))
     return Explanation(
         rank=rank,
         headline=report.verdict,
@@ -169,54 +168,44 @@ def explain(model: ModelProblem, plan: AnyPlan, rank: int | None = None) -> Expl
         collectives_ms=chosen.collectives_ms,
         waiting_ms=chosen.waiting_ms[rank],
         groups=_groups(rated, rank, alone_ms),
-        tables=tuple(
-            TableCost(
-                table=name,
-                sharding=_words(rated.read, sharding, table),
-                alone_ms=alone_ms[table],
-                bytes=_bytes(rated.read, sharding, table, rank),
-                moved=changes[name][0],
-                split=changes[name][1],
-            )
-            for table, name in zip(costliest, names, strict=False)
-        ),
-        other_tables=max(0, len(costliest) - MAX_TABLES),
+        tables=_tables(model, rated, rank, dict(islice(alone_ms.items(), MAX_TABLES))),
+        other_tables=max(0, len(alone_ms) - MAX_TABLES),
         cost_source=report.cost_source,
         collectives_source=report.collectives_source,
         assumptions=tuple(note.text for note in report.notes if note.code == "assumption"),
     )
 
 
-def _groups(rated: RatedPlan, rank: int, alone_ms: dict[int, float]) -> tuple[GroupCost, ...]:
+def _groups(rated: RatedPlan, rank: int, alone_ms: Mapping[str, float]) -> tuple[GroupCost, ...]:
     """Return the fused kernels of a rank; ``alone_ms`` has its tables."""
-    problem, sharding = rated.read.problem, rated.sharding
-    latent_GH = rated.cost.group_latents(*problem.laid(sharding))[rank]
+    problem, options = rated.read.problem, {fqn_of(option): option for option in rated.options}
+    latent_GH = rated.cost.group_latents(*problem.laid(rated.sharding))[rank]
     cost_G2 = rated.cost.compute.group_cost_ms(latent_GH)
-    members: dict[int, list[int]] = {}
-    for table in alone_ms:
-        part = problem.tables[table][sharding.options[table]].parts[0]
-        members.setdefault(int(problem.group_P[part]), []).append(table)
+    group_of = {name: int(problem.group_P[option.parts[0]]) for name, option, _ in rated.placed}
+    members: dict[int, list[str]] = {}
+    for name in alone_ms:
+        members.setdefault(group_of[name], []).append(name)
     found = [
         GroupCost(
-            label=_group_label(rated.read.options[tables[0]][sharding.options[tables[0]]]),
-            tables=tuple(problem.names[table] for table in tables),
+            label=_group_label(options[names[0]]),
+            tables=tuple(names),
             forward_ms=float(cost_G2[group, 0]),
             backward_ms=float(cost_G2[group, 1]),
-            alone_ms=sum(alone_ms[table] for table in tables),
+            alone_ms=sum(alone_ms[name] for name in names),
         )
-        for group, tables in members.items()
+        for group, names in members.items()
     ]
     return tuple(sorted(found, key=lambda group: -(group.forward_ms + group.backward_ms)))
 
 
-def _changes(model: ModelProblem, rated: RatedPlan, names: Sequence[str]) -> dict[str, tuple[Change | None, ...]]:
-    """Rate the best move and the best split of each table by the search's re-shards."""
+def _tables(model: ModelProblem, rated: RatedPlan, rank: int, alone_ms: Mapping[str, float]) -> tuple[TableCost, ...]:
+    """Return the costs of some tables, with the best move and the best split of each by the search's re-shards."""
     context, chosen = model.context, {fqn_of(option): option for option in rated.options}
     others = [
         option
         for name, options in by_table(context.usable_options(model.search_space)).items()
         for option in options
-        if name in names and not same_option(option, chosen[name])
+        if name in alone_ms and not same_option(option, chosen[name])
     ]
     read = context.read([*rated.options, *others], model.left)
     cost, sharding = context.cost(read), read.sharding(rated.options)
@@ -233,8 +222,7 @@ def _changes(model: ModelProblem, rated: RatedPlan, names: Sequence[str]) -> dic
         changed = sharding.changed(*tried.changes[index][0])
         return Change(_words(read, changed, table), now_ms - cost.overall_ms(changed))
 
-    changes: dict[str, tuple[Change | None, ...]] = {}
-    for name in names:
+    def cost_of(name: str) -> TableCost:
         table = read.problem.names.index(name)
         index, options = sharding.options[table], read.problem.tables[table]
         now = options[index]
@@ -244,16 +232,17 @@ def _changes(model: ModelProblem, rated: RatedPlan, names: Sequence[str]) -> dic
             if len(option.parts) > (len(now.parts) if option.sharding_type == now.sharding_type else 1)
             and option.kernel in (now.kernel, FUSED)
         ]
-        changes[name] = best(table, [index]), best(table, finer)
-    return changes
+        parts = now.parts[np.equal(now.ranks(sharding.positions[table]), rank)]
+        return TableCost(
+            table=name,
+            sharding=_words(read, sharding, table),
+            alone_ms=alone_ms[name],
+            bytes=int(read.problem.needs_PM[parts, : len(MEMORY_KINDS)].sum()),
+            moved=best(table, [index]),
+            split=best(table, finer),
+        )
 
-
-def _bytes(read: ReadProblem, sharding: Sharding, table: int, rank: int) -> int:
-    """Return the memory that a table's shards take on a rank, all kinds together."""
-    option = read.problem.tables[table][sharding.options[table]]
-    ranks = option.ranks(sharding.positions[table])
-    parts = [part for part, of_part in zip(option.parts, ranks, strict=True) if of_part == rank]
-    return int(read.problem.needs_PM[parts, : len(MEMORY_KINDS)].sum())
+    return tuple(map(cost_of, alone_ms))
 
 
 def _words(read: ReadProblem, sharding: Sharding, table: int) -> str:
