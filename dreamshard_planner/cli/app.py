@@ -56,13 +56,6 @@ class Panel(StrEnum):
     advanced = "Costs from your own measurements (advanced)"
 
 
-def is_expected(error: Exception) -> bool:
-    """Return whether an error is about the user's input, so that its text suffices."""
-    planner_types = sys.modules.get("torchrec.distributed.planner.types")  # it raises nothing before it is loaded
-    planner_error = () if planner_types is None else (planner_types.PlannerError,)
-    return isinstance(error, (DreamShardError, OSError, *planner_error)) and not isinstance(error, BrokenPipeError)
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Mute TorchRec's messages about itself, and its message on the root logger that replicas have no spec. Inputs that
@@ -105,9 +98,12 @@ class Commands(TyperGroup):
         try:
             with _quiet():
                 return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
         except Exception as error:
             said = explained(error) or error
-            if not is_expected(said):
+            torchrec = sys.modules.get("torchrec.distributed.planner.types")  # raises nothing before it is loaded
+            if not isinstance(said, (DreamShardError, OSError, getattr(torchrec, "PlannerError", ()))):
                 raise
             typer.echo(f"error: {' '.join(str(said).split())}", err=True)
             raise typer.Exit(1) from error

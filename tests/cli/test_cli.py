@@ -23,13 +23,12 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure import kernels
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.training import QUICK, calibration, rounds
-from tests.cli.test_commands import run, run_json
+from tests.cli.test_commands import ON_CPU, run, run_json
 from tests.torchrun import forked
 
 FEW = replace(QUICK.reinforce, updates=1, looks=0, tasks_per_update=1, episodes_per_task=2)
 HASTY = replace(QUICK, num_tasks=2, validation_tasks=1, fit=FitConfig(epochs=1), reinforce=FEW)
 """Settings of trainings whose networks and policies nothing asks."""
-SMALL_JOB = ("--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick")
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +135,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     assert "calibrated on" in made["hardware_name"] and made["collectives"]["world_size"] == 2
     assert set(made["corrections"]) <= set(OPTIMIZERS)
     tables = table_list(tmp_path, {"name": "t", "num_embeddings": 1000, "embedding_dim": 16})
-    report = run_json("plan", "--tables", tables, *SMALL_JOB)["report"]
+    report = run_json("plan", "--tables", tables, *ON_CPU)["report"]
     said = " ".join(note["text"] for note in report["notes"])
     assert out.name in report["cost_source"]
     assert f"{out.name} is one of your own" in said and made["calibration"]["checked"] in said
@@ -148,7 +147,7 @@ def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path
         for rows, name in ((1000, "adagrad"), (5000, "adagrad"), (3000, "adam"))
     )
     given, plan, out = ("--tables", table_list(tmp_path, *tables)), tmp_path / "plan.json", tmp_path / "x.safetensors"
-    run("plan", *given, *SMALL_JOB, "--out", plan)
+    run("plan", *given, *ON_CPU, "--out", plan)
     options = ("calibrate", "--costs", trained, "--seconds", "1", "--force", "--out", out)
     run(*options, "--plan", plan)
     told = Checkpoint.load(out).metadata["calibration"]

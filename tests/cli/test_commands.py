@@ -39,6 +39,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "data" / "cpu-test.npz"
 SMALL = ("--tables", EXAMPLE, "--gpus-per-node", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick",
          "--sharding-types", "table_wise")  # fmt: skip
+ON_CPU = ("--ranks", "2", "--device", "cpu", "--memory", "64GB", "--batch-size", "64", "--effort", "quick")
 MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
 """Commands that test_cli.py and the tests of observing run."""
 
@@ -137,19 +138,13 @@ def test_every_command_has_help_with_an_example_that_works(
     if words[0] in MEASURING:
         return parse(*arguments)
     if words == ["stats", "parquet"]:
-        pytest.importorskip("pyarrow")
-        _parquet(folder / "day0.parquet")
+        pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+        columns = {"clicks": [[1, 2, 2]] * 9000, "label": [0.5] * 9000, "user": [7] * 9000}
+        parquet.write_table(pyarrow.table(columns), folder / "day0.parquet")
     done = run(*arguments, *(("--effort", "quick") if words == ["plan"] else ()))
     assert done.stdout and (words != ["stats", "parquet"] or "hold no lists: user; name" in done.stderr)
     if words[0] not in ("plan", "doctor", "what-if", "replan"):  # of which there is JSON in other tests
         assert run_json(*arguments)
-
-
-def _parquet(path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"clicks": [[1, 2, 2]] * 9000, "label": [0.5] * 9000, "user": [7] * 9000}), path)
 
 
 def test_plan_tells_where_costs_and_bandwidths_come_from() -> None:
@@ -168,21 +163,12 @@ def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
     shown = run("plan", *SMALL, "--statistics", folder / "tuesday.json").stdout
     assert "sequences_64.history" in shown and "TorchRec" in shown
     (tmp_path / "my_model.py").write_text(
-        "from dreamshard_planner.offline.jobs import read_model\n"
-        f"def make():\n    return read_model({EXAMPLE!r}).module\n\ndef broken():\n    raise RuntimeError('no data')\n"
+        f"from dreamshard_planner.offline import read_model\ndef make():\n    return read_model({EXAMPLE!r}).module\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    job = ("--ranks", "2", "--device", "cpu", "--memory", "16GiB", "--batch-size", "64", "--effort", "quick")
-    document = run_json("plan", "--tables", "my_model:make", *job)
+    document = run_json("plan", "--tables", "my_model:make", *ON_CPU)
     assert len(document["report"]["tables"]) == 8 and document["machine"] == "2 CPU ranks"
-    for source, reason in (
-        ("my_model:broken", "RuntimeError: no data"),
-        ("my_model:absent", "AttributeError"),
-        ("no_such_module:make", "ModuleNotFoundError"),
-        ("os:getcwd", "must return the model, a torch.nn.Module, got str"),
-    ):
-        assert f"{source}" in (told := run("plan", "--tables", source, *job, status=1).stderr) and reason in told
 
 
 def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path: Path) -> None:
@@ -199,74 +185,61 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("status", "line", "reason"),
     [
-        (("plan", *SMALL, "--tables", "mlperf_dlrm"), "did you mean 'mlperf_dlrm_dcnv2'"),
-        (("plan", *SMALL, "--tables", __file__), "test_commands.py: a list of tables is"),
-        (("plan", *SMALL, "--memory", "1GB", "--host-memory", "1GB"), "do not fit"),
-        (("plan", *SMALL, "--nodes", "2", "--gpu", "l4"), "network"),
-        (
-            ("plan", *SMALL, "--gpu", "h10"),
-            "unknown GPU 'h10' (did you mean 'h100'?): known are a100-40, a100-80,",
-        ),
-        (("plan", *SMALL, "--costs", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
-        (("plan", *SMALL, "--on-ranks", "brand=1-2"), "table 'brand' names rank 2; there are ranks 0 to 1"),
-        (("plan", *SMALL, "--gpus-per-node", "1e9"), "up to 32,768 ranks, not for 1,000,000,000"),
-        (("info", "gone.json"), "gone.json: no such file"),
-        (
-            ("calibrate", "--costs", str(SHIPPED / "roofline.safetensors"), "--out", "x"),
-            "dreamshard train --device cpu",
-        ),
-        (("stats", "parquet", "gone.parquet", "--batch-size", "8", "--out", "x.json"), "gone.parquet"),
+        (1, "--tables mlperf_dlrm", "did you mean 'mlperf_dlrm_dcnv2'"),
+        (1, f"--tables {__file__}", "test_commands.py: a list of tables is"),
+        (1, "--tables no_such_module:make", "no_such_module:make: ModuleNotFoundError"),
+        (1, "--tables os:absent", "os:absent: AttributeError"),
+        (1, "--tables json:loads", "json:loads: TypeError"),
+        (1, "--tables os:getcwd", "os:getcwd must return the model, a torch.nn.Module, got str"),
+        (1, "--memory 1GB --host-memory 1GB", "do not fit"),
+        (1, "--nodes 2 --gpu l4", "network"),
+        (1, "--gpu h10", "unknown GPU 'h10' (did you mean 'h100'?): known are a100-40, a100-80,"),
+        (1, "--costs gone.safetensors", "gone.safetensors: no such checkpoint"),
+        (1, "--on-ranks brand=1-2", "table 'brand' names rank 2; there are ranks 0 to 1"),
+        (1, "--gpus-per-node 1e9", "up to 32,768 ranks, not for 1,000,000,000"),
+        (1, "info gone.json", "gone.json: no such file"),
+        (1, f"calibrate --costs {SHIPPED / 'roofline.safetensors'} --out x", "dreamshard train --device cpu"),
+        (1, "stats parquet gone.parquet --batch-size 8 --out x.json", "gone.parquet"),
+        (2, "train --out nowhere/x.safetensors", "nowhere"),
+        (2, "train --quick", "--out"),
+        (2, "train --out x.safetensors --seconds -1", "--seconds"),
+        (2, "collect --out x.npz --batch-sizes 12,many", "many"),
+        (2, "--memory 80", "80GiB"),
+        (2, "--batch-size 1.5", "'1.5' is no whole number"),
+        (2, "--sharding-types row_wise,diagonal", "diagonal"),
+        (2, "--together brand", "groups of two tables"),
+        (2, "--on-ranks brand", "give a table and its ranks"),
+        (2, "--on-ranks brand=3-0", "'3-0' is neither a rank"),
+        (2, "--on-ranks brand=0 --on-ranks brand=1", "names table 'brand' twice"),
+        (2, "--inter-bandwidth 200Gb", "200Gb/s"),
+        (2, f"--memory {'9' * 400}GB", "no size up to 1,048,576TiB"),
+        (2, "--search-seconds nan", "--search-seconds"),
+        (2, "fit --dataset x.npz --test-dataset y.npz --quick", "--out"),
+        (2, "what-if plan.json --vary colour=1", "colour"),
+        (2, "what-if plan.json --vary gpus-per-node=two", "two"),
+        (2, "--sync-interval 4", "--sharding-group"),
+        (2, "--device cpu --host-memory 1GB", "--host-memory"),
+        (2, "--format xml", "xml"),
+        (2, "calibrate --threads 99999999", "this machine has"),
+        (2, "calibrate --statistics x.json", "give --tables or --plan"),
+        (2, "replan plan.json --steps 9 --restart-seconds inf", "--restart-seconds"),
+        (2, "--intra-bandwidth .00000001kb/s", "no bandwidth from 1 byte"),
     ],
 )
-def test_mistakes_are_one_line_and_status_1(
-    arguments: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_mistakes_are_named_and_nothing_is_done(
+    status: int, line: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = run(*arguments, status=1)
-    *working, told = result.stderr.strip().splitlines()
-    assert result.stdout == "" and all(line.startswith("planning ") for line in working)
-    assert told.startswith("error: ") and reason in told
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("train", "--out", "nowhere/x.safetensors"), "nowhere"),
-        (("train", "--quick"), "--out"),
-        (("train", "--out", "x.safetensors", "--seconds", "-1"), "--seconds"),
-        (("collect", "--out", "x.npz", "--batch-sizes", "12,many"), "many"),
-        (("plan", *SMALL, "--memory", "80"), "80GiB"),
-        (("plan", *SMALL, "--batch-size", "1.5"), "'1.5' is no whole number"),
-        (("plan", *SMALL, "--sharding-types", "row_wise,diagonal"), "diagonal"),
-        (("plan", *SMALL, "--together", "brand"), "groups of two tables"),
-        (("plan", *SMALL, "--on-ranks", "brand"), "give a table and its ranks"),
-        (("plan", *SMALL, "--on-ranks", "brand=3-0"), "'3-0' is neither a rank"),
-        (("plan", *SMALL, "--on-ranks", "brand=0", "--on-ranks", "brand=1"), "names table 'brand' twice"),
-        (("plan", *SMALL, "--inter-bandwidth", "200Gb"), "200Gb/s"),
-        (("plan", *SMALL, "--memory", "9" * 400 + "GB"), "no size up to 1,048,576TiB"),
-        (("plan", *SMALL, "--search-seconds", "nan"), "--search-seconds"),
-        (("fit", "--dataset", "x.npz", "--test-dataset", "y.npz", "--quick"), "--out"),
-        (("what-if", "plan.json", "--vary", "colour=1"), "colour"),
-        (("what-if", "plan.json", "--vary", "gpus-per-node=two"), "two"),
-        (("plan", *SMALL, "--sync-interval", "4"), "--sharding-group"),
-        (("plan", *SMALL[:4], "--batch-size", "8", "--device", "cpu", "--host-memory", "1GB"), "--host-memory"),
-        (("plan", *SMALL, "--format", "xml"), "xml"),
-        (("calibrate", "--threads", "99999999"), "this machine has"),
-        (("replan", "plan.json", "--steps", "9", "--restart-seconds", "inf"), "--restart-seconds"),
-        (("plan", *SMALL, "--intra-bandwidth", ".00000001kb/s"), "no bandwidth from 1 byte"),
-    ],
-)
-def test_wrong_options_are_named_before_anything_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reason: str
-) -> None:
+    """Wrong input is one line and status 1, a wrong command line status 2. A line of options is one of ``plan``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    result = run(*arguments, status=2)
-    assert reason in result.stderr and result.stdout == ""
-    assert not list(tmp_path.iterdir())
+    result = run(*(("plan", *SMALL) if line.startswith("-") else ()), *shlex.split(line), status=status)
+    assert reason in result.stderr and result.stdout == "" and not list(tmp_path.iterdir())
+    if status == 1:
+        *working, told = result.stderr.strip().splitlines()
+        assert told.startswith("error: ") and reason in told
+        assert all(line.startswith("planning ") for line in working)
 
 
 def test_sizes_and_rates_have_units() -> None:
@@ -380,7 +353,7 @@ def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -
     document = json.loads(done.stdout)
     assert document["batch_size"] == 100 and "Warning" not in done.stderr
     assert "dim 63" in " ".join(note["text"] for note in document["report"]["notes"])
-    on_cpu = run("plan", *job, "--ranks", "2", "--device", "cpu", "--memory", "64G", "--format", "json").stderr
+    on_cpu = run("plan", *job, *ON_CPU, "--format", "json").stderr
     assert "dim 63" not in on_cpu and "dim 8,340" in on_cpu
 
 
@@ -411,8 +384,7 @@ def test_what_if_varies_what_is_asked(folder: Path, tmp_path: Path) -> None:
     values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
     slow, fast = values.pop("intra_bytes_per_s")
     assert values == {"ranks": [1, 4], "batch_size": [128, 512]} and fast == 4 * slow
-    on_cpu = ("--ranks", "2", "--device", "cpu", "--memory", "64GB", "--batch-size", "64", "--effort", "quick")
-    run("plan", *SMALL[:2], *on_cpu, "--out", plan)
+    run("plan", *SMALL[:2], *ON_CPU, "--out", plan)
     assert "\nranks 1 " in run("what-if", plan, "--vary", "ranks=1").stdout
     wrong = run("what-if", plan, "--vary", "gpu=h20", status=2).stderr
     assert "unknown GPU 'h20' (did you mean 'h200'?)" in " ".join(wrong.replace("│", "").split())
