@@ -33,8 +33,6 @@ ADVANCED: dict[str, Any] = {"rich_help_panel": "Advanced"}
 """For options beyond a help's first screen."""
 PIPE_COLUMNS = 200
 """Width of tables if stdout is no terminal."""
-
-
 FORMAT = inspect.Parameter(
     "format",
     inspect.Parameter.KEYWORD_ONLY,
@@ -146,26 +144,17 @@ class Result:
 
 
 def command(
-    example: str,
-    panel: Panel | None = None,
-    name: str | None = None,
-    of: typer.Typer = app,
-    takes: Callable[..., Any] | None = None,
+    example: str, panel: Panel | None = None, name: str | None = None, of: typer.Typer = app
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Register a command, and show its result in the format that the user asks for.
 
-    Args:
-        example: a command line that the tests run or parse.
-        panel: of the help.
-        name: by default that of the function.
-        of: the group of commands.
-        takes: a dataclass whose fields become options. The function takes an instance as ``options``.
+    The fields of a parameter ``options``, a dataclass, become options of their own. The tests run or parse the example.
     """
 
     def register(function: Callable[..., Result]) -> Callable[..., Result]:
         own = dict(inspect.signature(function, eval_str=True).parameters)
-        shared = {} if takes is None else dict(inspect.signature(takes, eval_str=True).parameters)
-        own.pop("options", None)
+        takes = own.pop("options").annotation if "options" in own else None
+        shared = {} if takes is None else inspect.signature(takes, eval_str=True).parameters
 
         @wraps(function)
         def run(format: str, **given: Any) -> None:

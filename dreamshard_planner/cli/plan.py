@@ -43,11 +43,7 @@ if TYPE_CHECKING:
     from dreamshard_planner.offline.what_if import Point
 
 
-@command(
-    "dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus-per-node 8 --gpu h100 --batch-size 8192",
-    Panel.plan,
-    takes=RatingOptions,
-)
+@command("dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus-per-node 8 --gpu h100 --batch-size 8192", Panel.plan)
 def plan(
     options: RatingOptions,
     *,
@@ -187,7 +183,7 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
 for CPU ranks."""
 
 
-@command("dreamshard what-if plan.json --vary nodes=1,2", Panel.plan, name="what-if", takes=RatingOptions)
+@command("dreamshard what-if plan.json --vary nodes=1,2", Panel.plan, name="what-if")
 def what_if(
     options: RatingOptions,
     plan: PlanArgument,
@@ -267,11 +263,7 @@ def _label(point: Point, device: str) -> str:
     return f"{name} {point.value / 1e9:,.1f} GB/s" if point.axis.endswith("_s") else f"{name} {point.value:,}"
 
 
-@command(
-    "dreamshard replan plan.json --statistics today.json --steps 100000 --out new.json",
-    Panel.plan,
-    takes=RatingOptions,
-)
+@command("dreamshard replan plan.json --statistics today.json --steps 100000 --out new.json", Panel.plan)
 def replan(
     options: RatingOptions,
     plan: PlanArgument,

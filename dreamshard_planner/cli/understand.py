@@ -256,7 +256,7 @@ def merge(
     return _kept(api.TableStatistics.merge(map(api.TableStatistics.from_json, paths)), out)
 
 
-@command("dreamshard stats diff monday.json tuesday.json", of=stats, takes=SearchOptions)
+@command("dreamshard stats diff monday.json tuesday.json", of=stats)
 def diff(
     options: SearchOptions,
     before: Annotated[

@@ -64,22 +64,12 @@ class Point:
     @classmethod
     def of(cls, axis: str, value: float | str, job: Job, found: Report | str) -> Point:
         """Make a point of a report, or of the reason why nothing fits."""
-        point = cls(axis, value, job.machine.title, job.machine.ranks, job.batch_size)
+        place = (axis, value, job.machine.title, job.machine.ranks, job.batch_size)
         if isinstance(found, str):
-            return replace(point, reason=found)
+            return cls(*place, reason=found)
+        fullest = max((share for entry in found.memory for share in entry.shares), default=0.0)
         chosen = found.chosen
-        filled = [
-            used / max(1, limit)
-            for entry in found.memory
-            for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)
-        ]
-        return replace(
-            point,
-            total_ms=chosen.total_ms,
-            compute_ms=max(chosen.rank_ms),
-            collectives_ms=chosen.collectives_ms,
-            fullest=max(filled, default=0.0),
-        )
+        return cls(*place, chosen.total_ms, max(chosen.rank_ms), chosen.collectives_ms, fullest)
 
 
 @dataclass(frozen=True)

@@ -179,10 +179,14 @@ class MemoryEntry:
     """Bytes that the storage reservation left."""
 
     @property
+    def shares(self) -> list[float]:
+        """Used share of each rank's limit."""
+        return [used / max(1, limit) for used, limit in zip(self.used_bytes, self.limit_bytes, strict=True)]
+
+    @property
     def fullest(self) -> int:
         """Rank that uses the largest share of its limit."""
-        filled = [used / max(1, limit) for used, limit in zip(self.used_bytes, self.limit_bytes, strict=True)]
-        return filled.index(max(filled))
+        return self.shares.index(max(self.shares))
 
 
 @dataclass(frozen=True, kw_only=True)
