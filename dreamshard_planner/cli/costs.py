@@ -20,6 +20,7 @@ import dreamshard_planner as api
 from dreamshard_planner.cli.app import ADVANCED, Panel, Result, command, facts, grid
 from dreamshard_planner.cli.options import (
     COUNT,
+    FURTHER,
     OUTPUT,
     SECONDS,
     SEED,
@@ -72,22 +73,15 @@ StartOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Device that kernels run on.", callback=_present)]
-ThreadsOption = Annotated[
-    int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).", callback=_threads, **ADVANCED)
-]
+ThreadsOption = Annotated[int, FURTHER(min=1, help="Intra-op threads of a rank (CPU).", callback=_threads)]
 CollectivesOption = Annotated[
     Path | None,
-    typer.Option(
-        help="Measured collectives, .json of python -m dreamshard_planner.measure.collectives; kept in the checkpoint.",
-        **ADVANCED,
+    FURTHER(
+        help="Measured collectives, .json of python -m dreamshard_planner.measure.collectives; kept in the checkpoint."
     ),
 ]
-UpdatesOption = Annotated[
-    int | None, typer.Option(min=1, help="Policy updates; default: as many as a few minutes allow.", **ADVANCED)
-]
-QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.", **ADVANCED)
-]
+UpdatesOption = Annotated[int | None, FURTHER(min=1, help="Policy updates; default: as many as a few minutes allow.")]
+QuickOption = Annotated[bool, FURTHER("--quick", help="Tiny settings, to try the flow; no use for planning.")]
 
 
 @command("dreamshard doctor", Panel.costs)
@@ -234,9 +228,7 @@ def train(
     device: DeviceOption = "cpu",
     threads: ThreadsOption = 1,
     seed: Annotated[int, SEED(help="Seed of tables, sets, networks and policy.")] = 0,
-    roofline: Annotated[
-        bool, typer.Option(help="Train a policy on the roofline model; measures nothing.", **ADVANCED)
-    ] = False,
+    roofline: Annotated[bool, FURTHER(help="Train a policy on the roofline model; measures nothing.")] = False,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
     quick: QuickOption = False,
@@ -272,12 +264,12 @@ def collect(
     out: Annotated[Path, OUTPUT(help="Dataset to write, .npz; its measured blocks are kept beside it.")],
     pools: Annotated[str, typer.Option(help="Table pools, separated by commas.")] = "meta_like_2021,broad",
     held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
-    sets: Annotated[int, typer.Option(min=1, help="Number of sets to draw.", **ADVANCED)] = 5000,
+    sets: Annotated[int, FURTHER(min=1, help="Number of sets to draw.")] = 5000,
     seconds: Annotated[float | None, SECONDS(min=0, help="Time after which to stop, to be continued.")] = None,
     batch_sizes: Annotated[
         list[int] | None, COUNT(help="Samples that a kernel sees; repeatable; default: by device.", **ADVANCED)
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.", **ADVANCED)] = 5,
+    repeats: Annotated[int, FURTHER(min=1, help="Timed runs of each set.")] = 5,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = 1,
     seed: Annotated[int, SEED(help="Seed of sets, indices and order.")] = 0,

@@ -104,13 +104,15 @@ def _writable(path: Path | None) -> Path | None:
     return path
 
 
+FURTHER = partial(typer.Option, **ADVANCED)
 COUNT = partial(typer.Option, parser=whole, metavar="COUNT")
-SIZE = partial(typer.Option, parser=size_bytes, metavar="SIZE", **ADVANCED)
-RATE = partial(typer.Option, parser=bytes_per_s, metavar="RATE", **ADVANCED)
+SIZE = partial(FURTHER, parser=size_bytes, metavar="SIZE")
+RATE = partial(FURTHER, parser=bytes_per_s, metavar="RATE")
 SECONDS = partial(typer.Option, max=DAY)
-SEED = partial(typer.Option, callback=_seed, **ADVANCED)
+SEED = partial(FURTHER, callback=_seed)
 OUTPUT = partial(typer.Option, callback=_writable)
-"""Makers of options whose values are parsed or checked. A file to write is checked before any work."""
+"""Makers of options: further ones, and those whose values are parsed or checked. Files to write are checked before any
+work."""
 
 TABLES = typer.Option(
     help="The tables: a .json list, a function that returns the model (module:function), or a shipped collection "
@@ -154,9 +156,8 @@ class SearchOptions:
     costs: CostsOption = None
     effort: Annotated[
         Literal["quick", "default", "thorough"] | None,
-        typer.Option(
-            help="Number of plans to try. Without it: that of the plan file, otherwise default; in what-if: quick.",
-            **ADVANCED,
+        FURTHER(
+            help="Number of plans to try. Without it: that of the plan file, otherwise default; in what-if: quick."
         ),
     ] = None
     seed: Annotated[int | None, SEED(help="Seed of the search. Without it: that of the plan file, otherwise 0.")] = None
@@ -191,6 +192,5 @@ class RatingOptions(SearchOptions):
         SIZE("--hot-rows", help="Memory limit of a rank for hot rows of sequence tables, as 1GB; needs statistics."),
     ] = None
     vocabulary: Annotated[
-        str | None,
-        typer.Option(help="Name of the mapping from items to ids, such as its date; only for hot rows.", **ADVANCED),
+        str | None, FURTHER(help="Name of the mapping from items to ids, such as its date; only for hot rows.")
     ] = None

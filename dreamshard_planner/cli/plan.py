@@ -14,6 +14,7 @@ from dreamshard_planner.cli.app import ADVANCED, Panel, Result, command, grid, s
 from dreamshard_planner.cli.options import (
     BATCH_SIZE,
     COUNT,
+    FURTHER,
     NODES,
     PLAN_AGAIN,
     RANKS,
@@ -52,7 +53,7 @@ def plan(
     nodes: Annotated[int, NODES] = 1,
     gpu: Annotated[str | None, typer.Option(help=f"Model of GPU: {', '.join(GPUS)}.")] = None,
     batch_size: Annotated[int, BATCH_SIZE],
-    device: Annotated[Device, typer.Option(help="Device that trains.", **ADVANCED)] = "cuda",
+    device: Annotated[Device, FURTHER(help="Device that trains.")] = "cuda",
     memory: Annotated[int | None, SIZE(help="Memory of one rank, as 80GB.")] = None,
     memory_bandwidth: Annotated[float | None, RATE(help="Bandwidth of that memory, as 2039GB/s.")] = None,
     host_memory: Annotated[int | None, SIZE(help="A GPU's part of its host's memory.")] = None,
@@ -60,34 +61,24 @@ def plan(
     inter_bandwidth: Annotated[float | None, RATE(help="Bandwidth of a rank to other nodes, one direction.")] = None,
     reserve: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=0.99, help="Share of the memory kept free of tables; default: TorchRec's estimate.", **ADVANCED
-        ),
+        FURTHER(min=0, max=0.99, help="Share of the memory kept free of tables; default: TorchRec's estimate."),
     ] = None,
-    sharding_types: Annotated[
-        str | None, typer.Option(help="TorchRec's names, separated by commas; default: all.", **ADVANCED)
-    ] = None,
+    sharding_types: Annotated[str | None, FURTHER(help="TorchRec's names, separated by commas; default: all.")] = None,
     together: Annotated[
-        list[str] | None,
-        typer.Option(help="Tables to keep on one rank; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
+        list[str] | None, FURTHER(help="Tables to keep on one rank; repeatable.", metavar="TABLE,TABLE,...")
     ] = None,
     apart: Annotated[
-        list[str] | None,
-        typer.Option(help="Tables to keep on different ranks; repeatable.", metavar="TABLE,TABLE,...", **ADVANCED),
+        list[str] | None, FURTHER(help="Tables to keep on different ranks; repeatable.", metavar="TABLE,TABLE,...")
     ] = None,
     on_ranks: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Ranks that may hold a table, as user_id=0,2,4-7; repeatable.", metavar="TABLE=RANKS", **ADVANCED
-        ),
+        FURTHER(help="Ranks that may hold a table, as user_id=0,2,4-7; repeatable.", metavar="TABLE=RANKS"),
     ] = None,
     sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).", **ADVANCED)] = None,
     sync_interval: Annotated[
         int, COUNT(help="Batches between two averagings of the groups' replicas.", **ADVANCED)
     ] = 1,
-    exact_training: Annotated[
-        bool, typer.Option(help="Leave out sharding types that change the training.", **ADVANCED)
-    ] = True,
+    exact_training: Annotated[bool, FURTHER(help="Leave out sharding types that change the training.")] = True,
     out: PlanOutput = None,
     html: HtmlOption = None,
 ) -> Result:

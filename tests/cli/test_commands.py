@@ -224,6 +224,7 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
         (2, "--format xml", "xml"),
         (2, "calibrate --threads 99999999", "this machine has"),
         (2, "calibrate --statistics x.json", "give --tables or --plan"),
+        (2, "calibrate --tables merlin_tiny --plan x.json", "give --tables or --plan"),
         (2, "replan plan.json --steps 9 --restart-seconds inf", "--restart-seconds"),
         (2, "--intra-bandwidth .00000001kb/s", "no bandwidth from 1 byte"),
     ],
