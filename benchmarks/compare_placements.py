@@ -30,7 +30,7 @@ from torch import Tensor
 from common.measured_costs import MeasuredCosts, SetClock
 from common.output import append, commit, lines_of, named, provenance, quiet, wide_console
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.timing import kernel_threads
+from dreamshard_planner.support.torch_state import single_thread
 from placements.contests import Contest, draw_contests
 from placements.placers import Field
 from placements.summary import ANCHOR, draw_figure, print_summary
@@ -103,7 +103,7 @@ def main() -> None:
         contest for contest in draw_contests(args.tasks, args.seed, args.batch_size) if contest.name not in played
     ]
     deadline = time.monotonic() + args.seconds
-    with kernel_threads(1):
+    with single_thread():
         arena = Arena(args.device, seed=args.seed)
         for contest in track(contests, "tasks", console=Console(stderr=True)):
             if time.monotonic() > deadline:

@@ -32,8 +32,8 @@ import torch
 
 from common.output import provenance, table_of, wide_console, write_result
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
-from dreamshard_planner.measure.timing import kernel_threads, time_groups
-from dreamshard_planner.workload.lookups import FeatureStatistics
+from dreamshard_planner.measure.timing import time_groups
+from dreamshard_planner.support.torch_state import single_thread
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Table, Workload, workloads_of
 
@@ -150,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     args.batch_size = args.batch_size or (512 if args.device == "cpu" else 65_536)
     deadline, rows = time.monotonic() + args.seconds, []
-    with kernel_threads(1):
+    with single_thread():
         copy = copy_gb_per_s(torch.device(args.device))
         origin = provenance(torch.device(args.device)) | {"batch_size": args.batch_size, "copy_gb_per_s": copy}
         for swept in measure(args, copy):

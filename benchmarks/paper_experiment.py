@@ -40,9 +40,9 @@ from torch import Tensor
 from common.output import append, commit, lines_of, provenance, quiet, wide_console
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.timing import kernel_threads
 from dreamshard_planner.search.placing import HEURISTICS
 from dreamshard_planner.support.formatting import progress_bar
+from dreamshard_planner.support.torch_state import single_thread
 from paper.models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
 from paper.results import held_out_blocks, held_out_errors, held_out_placements, print_results
 from paper.training import Half, Setting, halves, measure_placements
@@ -107,7 +107,7 @@ def main() -> None:
     arena = Arena(args.device)
     models = Models(args.work, train_half, scale, home, arena, tick)
     seeds = range(args.seeds)
-    with kernel_threads(1):
+    with single_thread():
         try:
             if "collect" in args.steps:
                 collect(models, settings, seeds)

@@ -45,7 +45,7 @@ from dlrm.options import Config, Node, argument_parser, take_cores
 from dlrm.steps import training_step
 from dreamshard_planner import Report, StepComparison, compare_steps
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.measure.ranks import local_ranks
+from dreamshard_planner.measure.collectives import local_ranks
 from dreamshard_planner.plans.page import save_html
 from dreamshard_planner.plans.report import noted
 from dreamshard_planner.support.files import check_writable

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchrec.distributed.planner import Topology
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner.measure.ranks import local_ranks
+from dreamshard_planner.measure.collectives import local_ranks
 from dreamshard_planner.search.placing import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -42,10 +43,10 @@ from dreamshard_planner.cost.collectives import (
 )
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import freed_memory_kept, kernel_threads
+from dreamshard_planner.measure.timing import freed_memory_kept
 from dreamshard_planner.support.files import check_writable, read_json, write_whole
 from dreamshard_planner.support.formatting import brief
+from dreamshard_planner.support.torch_state import single_thread
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))
@@ -248,6 +249,21 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
     return (time.perf_counter_ns() - start) * 1e-6
 
 
+def local_ranks() -> tuple[int, int]:
+    """Return this process's rank on its host, and the ranks of the host.
+
+    Raises:
+        DreamShardError: torchrun did not start this process.
+    """
+    try:
+        return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    except KeyError as error:
+        raise DreamShardError(
+            "torchrun has to start this, one process for each rank: "
+            "torchrun --standalone --nproc_per_node=2 SCRIPT, or with -m MODULE for a module"
+        ) from error
+
+
 def main(
     out: Annotated[Path | None, typer.Option(help="Write the fit to this JSON file.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Stop when they have passed; default: 31 repeats.")] = math.inf,
@@ -264,7 +280,7 @@ def main(
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    with freed_memory_kept(), kernel_threads(1):
+    with freed_memory_kept(), single_thread():
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
         result = measure(device, local_world_size=local_world_size, seconds=seconds)
     if dist.get_rank() == 0:

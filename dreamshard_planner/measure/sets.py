@@ -27,9 +27,10 @@ from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, 
 from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.hardware import check_kernels, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
-from dreamshard_planner.measure.timing import kernel_threads, time_groups
+from dreamshard_planner.measure.timing import time_groups
 from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.support.formatting import progress_bar
+from dreamshard_planner.support.torch_state import intra_op_threads
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
 BATCH_SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)}
@@ -291,7 +292,7 @@ def collect(
     measured = [[as_measured(workload) for workload in group] for group in sets]  # as files hold them
     blocks = [measured[first : first + block] for first in range(0, len(measured), block)]
     folder, hardware, arena = Path(folder), describe_hardware(device, threads), arena or Arena(device, seed=seed)
-    with open_locked(folder / "lock"), kernel_threads(threads):
+    with open_locked(folder / "lock"), intra_op_threads(threads):
         found = _read(folder, blocks, repeats, hardware, seed)
         if progress and found:
             print(f"{folder}: continues after {sum(map(len, found.values()))} sets", file=sys.stderr)

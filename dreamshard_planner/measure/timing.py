@@ -62,19 +62,6 @@ class Samples:
         return (self.samples_ms - self.median_ms).abs().mean(0) / self.median_ms
 
 
-@contextmanager
-def kernel_threads(threads: int) -> Iterator[None]:
-    """Run kernels with so many intra-op threads; restored afterwards."""
-    if threads < 1:
-        raise TaskError(f"threads must be at least 1, got {threads}")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _MALLOC = {
     _M_MMAP_MAX: (0, int(os.environ.get("MALLOC_MMAP_MAX_") or 65536)),

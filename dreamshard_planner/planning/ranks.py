@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,13 @@ from dreamshard_planner.checkpoints.choice import resolve_for
 from dreamshard_planner.devices import GB, Card, cores_of, gpu_of, listed_like, make_topology, speed_of
 from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.measure.hardware import total_bytes, usable_cores
-from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import checked, first_of, gb_per_s
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.compat import place_shard, resize_topology
+
+Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,41 @@ def gathered(pg: dist.ProcessGroup, compute_device: Callable[[], str | None]) ->
     Returns:
         The kind of device, and the hardware of each rank; None if nothing was read.
     """
-    ranks = Ranks(pg.rank(), pg.size(), group=pg)
     with neutral():
-        device = ranks.from_first(compute_device)
-        return None if device is None else (device, ranks.gather(lambda: RankHardware.here(device)))
+        device = from_first(pg, compute_device)
+        return None if device is None else (device, from_all(pg, lambda: RankHardware.here(device)))
+
+
+def from_all(pg: dist.ProcessGroup, make: Callable[[], Thing]) -> list[Thing]:
+    """Call ``make`` on all ranks, and return all results by rank on each of them; none waits for a rank that failed.
+
+    Raises:
+        Exception: the error of ``make``, on the rank where it failed.
+        DreamShardError: on the other ranks, with rank and text; or a rank has ended.
+    """
+    if pg.size() == 1:
+        return [make()]
+    made, failed = None, None
+    try:
+        made = make()
+    except Exception as error:
+        failed = error
+    results: list[Any] = [None] * pg.size()
+    try:
+        dist.all_gather_object(results, (made, failed and f"{type(failed).__name__}: {failed}"), group=pg)
+    except RuntimeError as error:
+        raise DreamShardError("another rank has ended") from (failed or error)
+    if failed is not None:
+        raise failed
+    for rank, (_, text) in enumerate(results):
+        if text is not None:
+            raise DreamShardError(f"rank {rank} failed: {text}")
+    return [thing for thing, _ in results]
+
+
+def from_first(pg: dist.ProcessGroup, make: Callable[[], Thing]) -> Thing:
+    """Call ``make`` on rank 0, and return its result on all ranks. Raises as :func:`from_all`."""
+    return cast("Thing", from_all(pg, make if pg.rank() == 0 else lambda: None)[0])
 
 
 def read_topology(compute_device: str, ranks: Sequence[RankHardware], on_host: int | None = None) -> Topology:
@@ -355,7 +387,6 @@ def check_tables(module: nn.Module, pg: dist.ProcessGroup) -> None:
 
     All ranks call this.
     """
-    ranks = Ranks(pg.rank(), pg.size(), group=pg)
 
     @cache
     def sizes() -> dict[str, list[int]]:
@@ -374,8 +405,8 @@ def check_tables(module: nn.Module, pg: dist.ProcessGroup) -> None:
         return f"table {name!r} is {there} on rank 0 and {own} on rank {pg.rank()}: build one model on all ranks"
 
     with neutral():
-        first = ranks.from_first(sizes)
-        if told := next(filter(None, ranks.gather(lambda: difference(first))), None):
+        first = from_first(pg, sizes)
+        if told := next(filter(None, from_all(pg, lambda: difference(first))), None):
             raise DreamShardError(told)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -39,14 +40,18 @@ def neutral() -> Iterator[None]:
 
 
 @contextmanager
-def single_thread() -> Iterator[None]:
-    """Use one intra-op thread: tiny matrices gain nothing from more, and rounding must not depend on them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def intra_op_threads(count: int) -> Iterator[None]:
+    """Use so many intra-op threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+single_thread = partial(intra_op_threads, 1)
+"""Use one intra-op thread: tiny matrices gain nothing from more, and rounding must not depend on them."""
 
 
 @contextmanager

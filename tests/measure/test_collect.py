@@ -1,27 +1,22 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Sets of tables: drawn over all kinds, and measured in blocks that continue. Ranks agree, or say why not."""
+"""Sets of tables: drawn over all kinds, and measured in blocks that continue."""
 
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torchrec.distributed.planner import Topology
 
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dense_ms
 from dreamshard_planner.errors import DatasetError, DreamShardError, FileError, TaskError
+from dreamshard_planner.measure.collectives import local_ranks
 from dreamshard_planner.measure.kernels import Arena, check_group
-from dreamshard_planner.measure.ranks import Ranks, local_ranks
 from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, GroupMix, collect, draw_sets, set_work
 from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Table
-from tests.faults import ended, start
 
 WHOLE = [
     Table(f"t{i}", rows=100 * (i + 1), dim=(8, 16, 32)[i % 3], features=(FeatureStatistics(float(i % 7)),))
@@ -144,44 +139,6 @@ def test_large_gradients_cost_more_per_element_on_cpu() -> None:
     assert nothing == 0 and large > 4 * small > 0
     cuda = Topology(2, "cuda", hbm_mem_bw=1e9)
     assert dense_ms(elements_P, 7, cuda).tolist() == pytest.approx([7 * 4 * n / 1e9 for n in elements_P.tolist()])
-
-
-def _on_two_ranks(function: Callable[[Ranks], None]) -> list[int]:
-    """Exit statuses."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return ended(*[start(_rank, rank, store.port, function) for rank in range(2)])
-
-
-def _rank(rank: int, port: int, function: Callable[[Ranks], None]) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    function(Ranks(rank, 2))
-    dist.destroy_process_group()
-
-
-def _together(ranks: Ranks) -> None:
-    first = ranks.rank == 0
-    assert (ranks.from_first(os.getpid) == os.getpid()) == first
-    wrong = (DreamShardError, "rank 1 failed: ValueError: wrong") if first else (ValueError, "^wrong")
-    with pytest.raises(wrong[0], match=wrong[1]):
-        ranks.gather(lambda: None if first else _fail())
-    assert ranks.gather(lambda: ranks.rank) == [0, 1]
-
-
-def _fail() -> None:
-    raise ValueError("wrong")
-
-
-def _until_one_dies(ranks: Ranks) -> None:
-    if ranks.rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(DreamShardError, match="another rank has ended"):
-        ranks.gather(lambda: None)
-
-
-@pytest.mark.parametrize(("function", "statuses"), [(_together, [0, 0]), (_until_one_dies, [0, -signal.SIGKILL])])
-def test_ranks_agree_or_say_why_not(function: Callable[[Ranks], None], statuses: list[int]) -> None:
-    assert _on_two_ranks(function) == statuses
 
 
 def test_starting_without_torchrun_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ from dreamshard_planner.measure.hardware import (
 )
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.sets import REFERENCE_SETS, collect
-from dreamshard_planner.measure.timing import core_use_ns, kernel_threads, time_groups
+from dreamshard_planner.measure.timing import core_use_ns, time_groups
+from dreamshard_planner.support.torch_state import intra_op_threads
 from dreamshard_planner.workload.tables import Workload
 
 REUSE = (0.5, 0.3, 0.2) + (0.0,) * 14
@@ -222,9 +223,9 @@ def test_processor_time_leaves_out_what_others_compute(monkeypatch: pytest.Monke
         return forward()
 
     monkeypatch.setattr(kernel, "forward", waiting)
-    with kernel_threads(1):
+    with intra_op_threads(1):
         (by_thread,) = time_groups([kernel], repeats=1, warmup=0)
-    with kernel_threads(2):
+    with intra_op_threads(2):
         (by_clock,) = time_groups([kernel], repeats=1, warmup=0)
     assert 0 < by_thread.samples_ms[0, 0] < by_clock.samples_ms[0, 0] - 100
 

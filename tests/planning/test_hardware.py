@@ -2,7 +2,8 @@
 """The topology that is read from drivers, with cards in the place of a driver's."""
 
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ import torch.distributed as dist
 from small_models import SHARDERS, collection, table
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
-from dreamshard_planner import DreamShardPlanner, SavedPlan, devices
+from dreamshard_planner import DreamShardError, DreamShardPlanner, SavedPlan, devices
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.devices import GB, GPUS, Card, card_of, cores_of
 from dreamshard_planner.measure import hardware
 from dreamshard_planner.offline.from_plan import job_of
-from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
+from dreamshard_planner.planning.ranks import RankHardware, from_all, from_first, read_topology, told
+from tests.faults import ended, start
 from tests.pretended import A100, ADA, H100, L40
 
 HOST_BYTES = 1000 * GB
@@ -132,3 +134,36 @@ def test_a_given_topology_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     text = str(planner.report())
     assert "Planned for" not in text and "34.4 GB of memory (hbm_cap)" in text
     assert text.count(f"the driver names {A100.name} with 42.4 GB at 1,555 GB/s: leave topology out") == 1
+
+
+def _rank(rank: int, port: int, function: Callable[[dist.ProcessGroup], None]) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    function(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def _together(pg: dist.ProcessGroup) -> None:
+    def fail_later() -> None:
+        if pg.rank():
+            raise ValueError("wrong")
+
+    first = pg.rank() == 0
+    assert (from_first(pg, os.getpid) == os.getpid()) == first
+    wrong = (DreamShardError, "rank 1 failed: ValueError: wrong") if first else (ValueError, "^wrong")
+    with pytest.raises(wrong[0], match=wrong[1]):
+        from_all(pg, fail_later)
+    assert from_all(pg, pg.rank) == [0, 1]
+
+
+def _until_one_dies(pg: dist.ProcessGroup) -> None:
+    if pg.rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DreamShardError, match="another rank has ended"):
+        from_all(pg, lambda: None)
+
+
+@pytest.mark.parametrize(("function", "statuses"), [(_together, [0, 0]), (_until_one_dies, [0, -signal.SIGKILL])])
+def test_ranks_agree_or_say_why_not(function: Callable[[dist.ProcessGroup], None], statuses: list[int]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ended(*[start(_rank, rank, store.port, function) for rank in range(2)]) == statuses
