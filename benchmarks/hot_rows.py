@@ -293,7 +293,7 @@ def exchange_of_round(
     args: argparse.Namespace, contenders: dict[str, Contender], steps: dict[str, list[Callable[[], Any]]], node: Node
 ) -> dict[str, tuple[float, float]]:
     """Measure collectives, and return predicted and measured milliseconds of the exchange of vectors."""
-    known, shipped = measure(node.device, seconds=args.measure_seconds).metadata(), resolve("auto", node.device.type)
+    known, shipped = measure(node.device, seconds=args.measure_seconds), resolve("auto", node.device.type)
     checkpoint = replace(shipped, metadata={**shipped.metadata, "collectives": known})
     took_ms = alone_ms({name: steps[name] for name in contenders}, REPEATS)
     return {name: (one.vectors_ms(checkpoint), took_ms[name]) for name, one in contenders.items()}

@@ -42,9 +42,9 @@ from dreamshard_planner import (
 )
 from dreamshard_planner.checkpoints.checkpoint import FORMAT, VERSION
 from dreamshard_planner.checkpoints.choice import SHIPPED
-from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
+from dreamshard_planner.cost.collectives import OPERATIONS, REVISION, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.measure.collectives import MeasuredCollectives
+from dreamshard_planner.measure.collectives import read_collectives
 from dreamshard_planner.offline.jobs import read_table_list
 from dreamshard_planner.workload.lookups import IdHistogram
 
@@ -129,13 +129,13 @@ STATISTICS = TableStatistics(
         "t1_f0": FeatureStatistics(0.0),
     }
 )
-COLLECTIVES = MeasuredCollectives(
-    "gloo",
-    2,
-    {"device": "cpu", "name": "abacus"},
-    dict.fromkeys(OPERATIONS, CollectiveFit(0.1, 1e6, 1e7, 0.05)),
-    (("all_to_all", 1, 1.0, 0.5),),
-)
+COLLECTIVES = {
+    "backend": "gloo",
+    "world_size": 2,
+    "hardware": {"device": "cpu", "name": "abacus"},
+    "fits": dict.fromkeys(OPERATIONS, asdict(CollectiveFit(0.1, 1e6, 1e7, 0.05))),
+    "revision": REVISION,
+}
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("files")
     STATISTICS.to_json(made / "statistics.json")
     shutil.copy(Path(__file__).parents[1] / "examples" / "tables.json", made)
-    (made / "collectives.json").write_text(json.dumps(asdict(COLLECTIVES)))
+    (made / "collectives.json").write_text(json.dumps(COLLECTIVES))
     planned(small_model()).save_plan(made / "plan.json")
     return made
 
@@ -152,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 JSON_FILES: dict[str, tuple[type[DreamShardError], Callable[[Path], Any]]] = {
     "statistics": (StatisticsError, TableStatistics.from_json),
     "tables": (TaskError, read_table_list),
-    "collectives": (DreamShardError, MeasuredCollectives.load),
+    "collectives": (DreamShardError, read_collectives),
     "plan": (PlanError, SavedPlan.load),
 }
 

@@ -377,9 +377,9 @@ def _joined(paths: Sequence[Path]) -> CostDataset:
 def _read_collectives(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    from dreamshard_planner.measure.collectives import MeasuredCollectives
+    from dreamshard_planner.measure.collectives import read_collectives
 
-    return MeasuredCollectives.load(path).metadata()
+    return read_collectives(path)
 
 
 def _config(quick: bool, updates: int | None, collectives: Path | None, seed: int) -> TrainingConfig:

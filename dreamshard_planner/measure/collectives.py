@@ -102,38 +102,23 @@ PAYLOADS = tuple(
 )
 
 
-@dataclass(frozen=True)
-class MeasuredCollectives:
-    """Measured times and fits of one process group."""
-
-    backend: str
-    world_size: int
-    hardware: dict[str, Any]
-    fits: dict[str, CollectiveFit]
-    samples_ms: tuple[tuple[str, int, float, float], ...]
-    """Operation, bytes, skew and milliseconds of each payload."""
-    hosts: int = 1
-    revision: int = REVISION
-
-    def metadata(self) -> dict[str, Any]:
-        """Return all but the samples, for checkpoints."""
-        return {key: value for key, value in asdict(self).items() if key != "samples_ms"}
-
-    @classmethod
-    def load(cls, path: Path) -> MeasuredCollectives:
-        """Read the file that the command wrote; raises ``DreamShardError`` with its name for any other."""
-        document = read_json(path, DreamShardError)
-        try:
-            fits = fits_of(document)
-            return cls(**{**document, "fits": fits, "revision": REVISION})
-        except (ValueError, TypeError) as error:
-            raise DreamShardError(f"{path}: not a measurement of collectives ({brief(error)})") from error
+def read_collectives(path: Path) -> dict[str, Any]:
+    """Return what the command wrote to a file, without the samples, for checkpoints; raises ``DreamShardError`` with
+    its name for any other file."""
+    measured = read_json(path, DreamShardError)
+    try:
+        fits_of(measured)
+    except ValueError as error:
+        raise DreamShardError(f"{path}: not a measurement of collectives ({brief(error)})") from error
+    return {name: value for name, value in measured.items() if name != "samples_ms"}
 
 
 def measure(
     device: torch.device, repeats: int = 31, local_world_size: int | None = None, seconds: float = math.inf
-) -> MeasuredCollectives:
+) -> dict[str, Any]:
     """Time all payloads on the initialised process group, interleaved, and fit; every rank gets the same result.
+
+    Its ``fits`` are of the operations, its ``samples_ms`` operation, bytes, skew and milliseconds of each payload.
 
     Args:
         device: of this rank.
@@ -169,17 +154,16 @@ def measure(
             fits[operation] = CollectiveFit.of_sorting(total_P, time_P[chosen])
         else:
             fits[operation] = CollectiveFit.to_samples(slowest_P, total_P, time_P[chosen])
-    result = MeasuredCollectives(
-        backend=dist.get_backend(),
-        world_size=world_size,
-        hardware=describe_hardware(device, torch.get_num_threads()),
-        fits=fits,
-        samples_ms=tuple(
-            (payload.operation, payload.size_bytes, payload.skew, payload_ms)
-            for payload, payload_ms in zip(PAYLOADS, time_P.tolist(), strict=True)
-        ),
-        hosts=-(-world_size // (local_world_size or world_size)),
-    )
+    samples = zip(PAYLOADS, time_P.tolist(), strict=True)
+    result = {
+        "backend": dist.get_backend(),
+        "world_size": world_size,
+        "hosts": -(-world_size // (local_world_size or world_size)),
+        "hardware": describe_hardware(device, torch.get_num_threads()),
+        "fits": {operation: asdict(fit) for operation, fit in fits.items()},
+        "samples_ms": [(one.operation, one.size_bytes, one.skew, payload_ms) for one, payload_ms in samples],
+        "revision": REVISION,
+    }
     results = [result]
     dist.broadcast_object_list(results, src=0, device=device)  # least squares may differ in its last bits between ranks
     return results[0]
@@ -284,9 +268,9 @@ def main(
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
         result = measure(device, local_world_size=local_world_size, seconds=seconds)
     if dist.get_rank() == 0:
-        typer.echo(json.dumps(result.metadata(), indent=1))
+        typer.echo(json.dumps({name: told for name, told in result.items() if name != "samples_ms"}, indent=1))
         if out is not None:
-            write_whole(out, json.dumps(asdict(result)) + "\n")
+            write_whole(out, json.dumps(result) + "\n")
     dist.destroy_process_group()
 
 

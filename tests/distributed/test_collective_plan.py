@@ -35,10 +35,10 @@ from dreamshard_planner import (
     TableStatistics,
     devices,
 )
-from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveFit
+from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, REVISION, CollectiveFit
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.measure import collectives
-from dreamshard_planner.measure.collectives import PAYLOADS, MeasuredCollectives, measure
+from dreamshard_planner.measure.collectives import PAYLOADS, measure, read_collectives
 from dreamshard_planner.planning import ranks
 from tests import pretended
 from tests.counted import counted
@@ -170,7 +170,7 @@ SMALL = tuple(payload for payload in PAYLOADS if payload.size_bytes < 1 << 16)
 def measured_collectives(rank: Rank) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "PAYLOADS", SMALL)
-        return json.dumps(asdict(measure(rank.device, local_world_size=1, seconds=0.0)))
+        return json.dumps(measure(rank.device, local_world_size=1, seconds=0.0))
 
 
 def hardware_of_each(rank: Rank) -> tuple[str, list[int]]:
@@ -336,12 +336,11 @@ def test_collectives_are_measured_between_ranks(told: dict[str, list[Any]], tmp_
     assert len(set(results)) == 1  # the slowest rank's time, on every rank
     path = tmp_path / "collectives.json"
     path.write_text(results[0])
-    measured = MeasuredCollectives.load(path)
-    assert set(measured.fits) == {*OPERATIONS, *LOOKUPS} and measured.world_size == len(results)
-    times_ms = [sample[-1] for sample in measured.samples_ms]
-    assert len(times_ms) == len(SMALL) and min(times_ms) > 0
-    assert measured.hosts == measured.metadata()["hosts"] == len(results)
-    assert "samples_ms" not in measured.metadata()
+    measured = read_collectives(path)
+    assert set(measured["fits"]) == {*OPERATIONS, *LOOKUPS}
+    assert measured["hosts"] == measured["world_size"] == len(results)
+    times_ms = [sample[-1] for sample in json.loads(results[0])["samples_ms"]]
+    assert len(times_ms) == len(SMALL) and min(times_ms) > 0 and "samples_ms" not in measured
 
 
 @pytest.mark.parametrize(
@@ -355,10 +354,11 @@ def test_collectives_are_measured_between_ranks(told: dict[str, list[Any]], tmp_
 def test_damaged_measurements_are_refused(damage: Callable[[str], str], reason: str, tmp_path: Path) -> None:
     fit = CollectiveFit(latency_ms=1.0, bytes_per_ms=2.0, shared_bytes_per_ms=3.0, relative_error=0.1)
     path = tmp_path / "collectives.json"
-    hardware, fits = {"device": "cpu", "name": "abacus"}, dict.fromkeys((*OPERATIONS, *LOOKUPS), fit)
-    path.write_text(damage(json.dumps(asdict(MeasuredCollectives("gloo", 2, hardware, fits, ())))))
+    hardware, fits = {"device": "cpu", "name": "abacus"}, dict.fromkeys((*OPERATIONS, *LOOKUPS), asdict(fit))
+    measured = {"backend": "gloo", "world_size": 2, "hardware": hardware, "fits": fits, "revision": REVISION}
+    path.write_text(damage(json.dumps(measured)))
     with pytest.raises(DreamShardError, match=f"collectives.json: .*{reason}"):
-        MeasuredCollectives.load(path)
+        read_collectives(path)
 
 
 def plan_on(rank: int, world_size: int, port: int, folder: Path) -> None:
