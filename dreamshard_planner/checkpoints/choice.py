@@ -71,7 +71,7 @@ def resolve(
         made = measured(compute_device, threads, card)
         return _observed(made, compute_device, threads, card, ranks or 1) or made
     if checkpoint == "roofline":
-        return shipped(SHIPPED, "roofline")
+        return shipped("roofline")
     return checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.load(checkpoint)
 
 
@@ -82,7 +82,7 @@ def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint) -> Chec
 
 def prior_policy() -> Policy:
     """Return the policy that ships, trained on costs by bandwidths: the start of every other training."""
-    return shipped(SHIPPED, "roofline").policy
+    return shipped("roofline").policy
 
 
 def _observed(origin: Checkpoint, compute_device: str, threads: int, card: str | None, ranks: int) -> Checkpoint | None:
@@ -93,12 +93,14 @@ def _observed(origin: Checkpoint, compute_device: str, threads: int, card: str |
     if not any(folder().glob(f"{compute_device}-*{OBSERVED}")):
         return None  # without asking for the card, which may start CUDA
     hardware = described_here(compute_device, card, threads)
-    start, end = f"{observed_name(hardware)}-", f"-ranks{OBSERVED}"
-    names = (path.name for path in folder().glob(f"{start}*{end}"))
-    known = [int(taught) for name in names if (taught := name[len(start) : -len(end)]).isdecimal() and int(taught)]
+    known = {
+        int(taught[1]): path
+        for path in folder().glob(f"*{OBSERVED}")
+        if (taught := re.fullmatch(rf"{_observed_name(hardware)}-([1-9][0-9]*)-ranks{re.escape(OBSERVED)}", path.name))
+    }
     if not known:
         return None
-    path = observed_file(hardware, min(known, key=lambda taught: (abs(math.log(taught / ranks)), taught)))
+    path = known[min(known, key=lambda taught: (abs(math.log(taught / ranks)), taught))]
     try:
         made = Checkpoint.load(path)
     except CheckpointError as error:
@@ -115,40 +117,34 @@ def measured(compute_device: str, threads: int, card: str | None) -> Checkpoint:
     Without any, return the one that ships for that card or for CPUs, or the roofline model; arguments and errors as of
     :func:`resolve`.
     """
+    why, own = "", {}
     try:
         own = {path: Checkpoint.load(path) for path in files()}
     except OSError as error:  # such as another user's home, in which this one cannot have kept anything
-        unread = f"{folder()}, for your own, cannot be read ({error.strerror})"
-        return _shipped_because(unread, compute_device, card)
+        why = f"{folder()}, for your own, cannot be read ({error.strerror})"
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}; checkpoint='auto' looks at all that you keep there: remove the file, or name a checkpoint"
         ) from error
     hardware = {path: one.metadata.get("hardware", {}) for path, one in own.items()}
     alike = {path: of for path, of in hardware.items() if of.get("device") == compute_device}
-    if not alike:
-        return _shipped_because("", compute_device, card)
-    here = card or hardware_here(compute_device)  # may ask for the card, which starts CUDA
+    if alike:
+        here = card or hardware_here(compute_device)  # may ask for the card, which starts CUDA
 
-    def fit(path: Path) -> tuple[float, int, str]:
-        """Rank a file: the nearest in threads, which count on CPUs, then the newest."""
-        measured = alike[path].get("threads", 1) if compute_device == "cpu" else threads
-        return -abs(math.log(measured / threads)), path.stat().st_mtime_ns, path.name
+        def fit(path: Path) -> tuple[float, int, str]:
+            """Rank a file: the nearest in threads, which count on CPUs, then the newest."""
+            measured = alike[path].get("threads", 1) if compute_device == "cpu" else threads
+            return -abs(math.log(measured / threads)), path.stat().st_mtime_ns, path.name
 
-    best = max((path for path, of in alike.items() if here and of.get("name") == here), key=fit, default=None)
-    if best is None:
-        absent = f"none of your own in {folder()} was measured on {here or 'a card that is here'}"
-        return _shipped_because(absent, compute_device, card)
-    why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here}"
-    return replace(own[best], why=why)
-
-
-def _shipped_because(reason: str, compute_device: str, card: str | None) -> Checkpoint:
-    """Return the checkpoint that ships for a card, by default the one that this process sees."""
+        best = max((path for path, of in alike.items() if here and of.get("name") == here), key=fit, default=None)
+        if best is not None:
+            origin = f"is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here}"
+            return replace(own[best], why=f"{best.name} {origin}")
+        why = f"none of your own in {folder()} was measured on {here or 'a card that is here'}"
     if card is None and compute_device == "cuda":
         card = hardware_here("cuda")
-    made = shipped(SHIPPED, compute_device, card)
-    return replace(made, why=f"{made.name} ships: {reason}") if reason else made
+    made = shipped(compute_device, card)
+    return replace(made, why=f"{made.name} ships: {why}") if why else made
 
 
 def measured_name(compute_device: str, card: str) -> str:
@@ -157,10 +153,10 @@ def measured_name(compute_device: str, card: str) -> str:
 
 
 @cache
-def shipped(folder: Path, compute_device: str, card: str | None = None) -> Checkpoint:
-    """Return the checkpoint in ``folder`` for a device, such as ``nvidia-h200.safetensors``, else ``roofline``."""
-    measured = folder / f"{measured_name(compute_device, card) if card else compute_device}.safetensors"
-    return Checkpoint.load(measured if measured.is_file() else folder / "roofline.safetensors")
+def shipped(compute_device: str, card: str | None = None) -> Checkpoint:
+    """Return the checkpoint that ships for a device, such as ``nvidia-h200.safetensors``, else ``roofline``."""
+    measured = SHIPPED / f"{measured_name(compute_device, card) if card else compute_device}.safetensors"
+    return Checkpoint.load(measured if measured.is_file() else SHIPPED / "roofline.safetensors")
 
 
 def hardware_here(device: str) -> str | None:
@@ -183,22 +179,17 @@ def folder() -> Path:
 
 
 def place(hardware: Mapping[str, Any], ranks: int) -> str:
-    """Return the name of everything observed on some hardware by as many ranks.
-
-    Args:
-        hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` returns it.
-        ranks: of a training.
-    """
-    return f"{observed_name(hardware)}-{ranks}-ranks"
+    """Return the name of everything observed on described hardware by as many ranks of a training."""
+    return f"{_observed_name(hardware)}-{ranks}-ranks"
 
 
 def observed_file(hardware: Mapping[str, Any], ranks: int) -> Path:
-    """Return the checkpoint that trainings on some hardware by as many ranks teach by themselves."""
+    """Return the checkpoint that trainings on described hardware by as many ranks teach by themselves."""
     return folder() / f"{place(hardware, ranks)}{OBSERVED}"
 
 
 def described_here(device: str, name: str | None, threads: int) -> dict[str, Any]:
-    """Return a description of hardware with this environment's libraries, for :func:`place`.
+    """Describe hardware for :func:`place`, with this environment's libraries.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -209,7 +200,7 @@ def described_here(device: str, name: str | None, threads: int) -> dict[str, Any
     return {**found, **library_versions()}
 
 
-def observed_name(hardware: Mapping[str, Any]) -> str:
+def _observed_name(hardware: Mapping[str, Any]) -> str:
     """Return a name of hardware and libraries on which observed costs hold."""
     return _named(hardware, *(f"{name} {_release(hardware.get(name))}" for name in ("torch", "fbgemm")))
 
@@ -224,8 +215,8 @@ def files() -> list[Path]:
         names = sorted(os.listdir(folder()))
     except FileNotFoundError:
         return []
-    return [folder() / name for name in names if name.endswith(".safetensors") and not name.startswith(".")
-            and not name.endswith(OBSERVED)]  # fmt: skip
+    own = (name for name in names if not name.startswith(".") and not name.endswith(OBSERVED))
+    return [folder() / name for name in own if name.endswith(".safetensors")]
 
 
 def _slug(text: str) -> str:

@@ -239,7 +239,7 @@ def train(
     cost network. --quick starts the cost network from nothing, --roofline the policy. Times of collectives stay those
     in use, unless --collectives gives measured ones.
     """
-    from dreamshard_planner.checkpoints.choice import SHIPPED, resolve, shipped
+    from dreamshard_planner.checkpoints.choice import resolve, shipped
     from dreamshard_planner.measure.hardware import describe_hardware
     from dreamshard_planner.policy.reinforce import FROM_SCRATCH
     from dreamshard_planner.training import train, train_on_roofline
@@ -250,7 +250,7 @@ def train(
     if not (roofline or quick):
         kept = config.collectives or resolve("auto", device, threads=threads).metadata.get("collectives")
         # Whatever the user's own are, an interrupted training goes on as it began. On GPUs costs start from bandwidths.
-        start = shipped(SHIPPED, "cpu") if device == "cpu" else None
+        start = shipped("cpu") if device is Device.cpu else None
         config = replace(config, start=start, collectives=kept)
     if roofline and not quick:
         config = replace(config, reinforce=replace(FROM_SCRATCH, updates=updates or FROM_SCRATCH.updates))

@@ -26,30 +26,21 @@ _INSTRUCTION_SETS = ("none", "avx2", "avx512", "avx512_ymm", "avx512_vnni", "avx
 
 def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str | int]:
     """Return device, host and library versions for JSON; ``threads`` are the kernels' intra-op threads."""
-    device = torch.device(device)
-    cpu = _cpu_name()
-    description: dict[str, str | int] = {
+    device, cpu, memory_bytes = torch.device(device), _cpu_name(), _physical_bytes()
+    name, known = cpu, instruction_set() if device.type == "cpu" else ""
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        name, memory_bytes = card.name, card.total_memory
+    return {
         "device": device.type,
-        "name": cpu,
+        "name": name,
         "threads": threads,
         "cpu": cpu,
         "cores": os.cpu_count() or 1,
-        "memory_bytes": _physical_bytes(),
-        "cache_bytes": _last_level_cache_bytes(),
-        "driver": "none",
+        "memory_bytes": memory_bytes,
+        **({"instruction_set": known} if known else {}),
         **library_versions(),
     }
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        description |= {
-            "name": card.name,
-            "memory_bytes": card.total_memory,
-            "cache_bytes": card.L2_cache_size,
-            "driver": f"{_driver()} (CUDA {torch.version.cuda})",
-        }
-    elif known := instruction_set():
-        description["instruction_set"] = known
-    return description
 
 
 @lru_cache(maxsize=1)
@@ -134,18 +125,3 @@ def _cpu_name() -> str:
     fields = {name.strip(): value.strip() for name, _, value in lines}
     name = fields.get("model name", platform.machine())
     return f"{name} (family {fields['cpu family']} model {fields['model']})" if "cpu family" in fields else name
-
-
-def _last_level_cache_bytes() -> int:
-    """Return the size of core 0's largest cache; 0 if unknown."""
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    sizes = (path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
-
-
-def _driver() -> str:
-    path = Path("/proc/driver/nvidia/version")
-    if not path.exists():
-        return "unknown"
-    words = path.read_text().splitlines()[0].split()
-    return next((word for word in words if word[0].isdigit() and "." in word), "unknown")

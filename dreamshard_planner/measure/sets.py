@@ -25,7 +25,7 @@ import torch
 
 from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, require_same_hardware
 from dreamshard_planner.errors import DatasetError, TaskError
-from dreamshard_planner.measure.hardware import check_kernels, describe_hardware
+from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import time_groups
 from dreamshard_planner.support.files import open_locked
@@ -284,8 +284,6 @@ def collect(
         TaskError: a set does not fit one kernel.
         DreamShardError: FBGEMM runs its reference kernels.
     """
-    if seconds != 0:
-        check_kernels(device)
     if block < 1 or repeats < 1:
         raise TaskError(f"block and repeats must be at least 1, got {block} and {repeats}")
     deadline = math.inf if seconds is None else time.monotonic() + seconds
