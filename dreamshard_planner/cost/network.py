@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.roofline import Kernels, RooflineCost
 from dreamshard_planner.errors import TaskError
+from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, columns, optimizer_of, scaling
 from dreamshard_planner.workload.tables import OPTIMIZERS
 
@@ -67,11 +68,6 @@ class CostNetworkConfig:
     """Context channels beside the additive cost."""
     head_hidden: int = 64
     """Width of the head, which runs for every candidate of a search."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 class StackedMLP(nn.Module):
@@ -262,12 +258,17 @@ class CostNetwork(nn.Module, ComputeCost):
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Note shards and groups outside the measured range."""
-        notes = tables_outside(features_SF, *self._trained_bounds("descriptor"))
+        notes, (low_F, high_F) = [], self._trained_bounds("descriptor")
+        for descriptor, name in NAMED_DESCRIPTORS.items():
+            index = DESCRIPTORS.index(descriptor)
+            values = (features_SF[:, FEATURE_INDEX[descriptor]], low_F[index], high_F[index])
+            values_S, low, high = (value.exp2() if descriptor.startswith("log2_") else value for value in values)
+            notes += _outside("table(s)", name, values_S, float(low), float(high))
         # Counts: scaling leaves a trace where there was nothing.
         low_P, high_P = (bound_P.expm1().round().tolist() for bound_P in self._trained_bounds("log_work"))
         for column, name in enumerate(WORK):
             values_X, what = latent_XH[:, column], name.replace("_", " ")
-            notes += outside("fused group(s)", what, values_X, low_P[column], high_P[column])
+            notes += _outside("fused group(s)", what, values_X, low_P[column], high_P[column])
         return tuple(notes)
 
     def _trained_bounds(self, name: str) -> tuple[Tensor, Tensor]:
@@ -277,26 +278,15 @@ class CostNetwork(nn.Module, ComputeCost):
 
 
 def described(features_SF: Tensor) -> Tensor:
-    """:data:`DESCRIPTORS` of shards, [S, descriptors], with the kind of their optimizer in place of whether it keeps
+    """Return :data:`DESCRIPTORS` of shards, [S, descriptors], with the kind of their optimizer for whether it keeps
     states. Networks fitted to sets without Adagrad take it for a row-wise one: both are at the end of their range."""
     described_SD = features_SF[:, columns(DESCRIPTORS)]
     described_SD[:, DESCRIPTORS.index("stateful_optimizer")] = optimizer_of(features_SF).to(described_SD)
     return described_SD
 
 
-def tables_outside(features_SF: Tensor, low_F: Tensor, high_F: Tensor) -> list[str]:
-    """Notes on tables beyond the smallest and largest :data:`DESCRIPTORS` of what was measured, both [F]."""
-    notes = []
-    for descriptor, name in NAMED_DESCRIPTORS.items():
-        index = DESCRIPTORS.index(descriptor)
-        told = (features_SF[:, FEATURE_INDEX[descriptor]], low_F[index], high_F[index])
-        values_S, low, high = (value.exp2() if descriptor.startswith("log2_") else value for value in told)
-        notes += outside("table(s)", name, values_S, float(low), float(high))
-    return notes
-
-
-def outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> list[str]:
-    """Notes on values beyond what was measured."""
+def _outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> list[str]:
+    """Return notes on values beyond those measured."""
     notes = []
     for outside_X, bound, side in (
         (values_X[values_X > high * 1.01], high, "more"),
@@ -346,36 +336,20 @@ class FitConfig:
     weight_decay: float = 1e-3
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if min(self.epochs, self.max_updates, self.batch_sets) < 1 or not self.learning_rate > 0:
-            raise ValueError(f"epochs, updates, batch_sets and learning_rate must be positive, got {asdict(self)}")
-
-    def steps(self, sets: int) -> int:
-        """Passes over so many training sets."""
-        return max(1, min(self.epochs, self.max_updates // self.updates_per_pass(sets)))
-
-    def updates_per_pass(self, sets: int) -> int:
-        """Gradient steps in which so many training sets are seen once."""
-        return math.ceil(sets / self.batch_size(sets))
-
-    def batch_size(self, sets: int) -> int:
-        """Sets per update, of so many in all."""
-        return min(self.batch_sets, max(8, sets // 8))
-
 
 def fit_cost_network(
     train: LabelledSets,
     network_config: CostNetworkConfig = CostNetworkConfig(),
     config: FitConfig = FitConfig(),
-    on_epoch: Callable[[int, float], None] | None = None,
     start: CostNetwork | None = None,
+    progress: bool = False,
 ) -> CostNetwork:
     """Fit an ensemble on the mean absolute error of log milliseconds (a relative loss), around the prior of the sets,
-    where they have one. Where they have none, it may ``start`` from a network of the same configuration, such as one of
-    another device, which has seen tables that these sets lack.
+    if they have one. Otherwise it may ``start`` from a network of the same configuration, such as one of another
+    device, which has seen tables that these sets lack.
 
     Members differ in initialisation and in the random weights they give to the training sets (the Bayesian
-    bootstrap), so that their spread says where data is thin. ``on_epoch(epoch, loss)`` reports progress.
+    bootstrap), so that their spread says where data is thin.
     """
     if len(train) < 8:
         raise TaskError(f"a cost network needs at least 8 measured sets, got {len(train)}")
@@ -394,38 +368,40 @@ def fit_cost_network(
     weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one
 
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    batch_size, passes = config.batch_size(len(train)), config.steps(len(train))
-    steps = passes * config.updates_per_pass(len(train))
+    batch_sets = min(config.batch_sets, max(8, len(train) // 8))
+    updates = math.ceil(len(train) / batch_sets)
+    passes = max(1, min(config.epochs, config.max_updates // updates))
+    steps = passes * updates
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (0.1 * steps), 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
     network.train()
-    for epoch in range(passes):
-        losses = []
-        for index_X in torch.randperm(len(train), generator=generator).split(batch_size):
-            batch = train.select(index_X)
-            log_EX2 = network.member_log_cost(batch.sum(network.encode(batch.features_SF)))
-            error_EX2 = torch.nn.functional.smooth_l1_loss(
-                log_EX2, batch.labels_ms_X2.log().expand_as(log_EX2), beta=0.02, reduction="none"
-            )
-            loss = (error_EX2 * weight_EX[:, index_X, None]).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-        if on_epoch is not None:
-            on_epoch(epoch, sum(losses) / len(losses))
+    with progress_bar("fitting", passes, progress) as advance:
+        for _ in range(passes):
+            losses = []
+            for index_X in torch.randperm(len(train), generator=generator).split(batch_sets):
+                batch = train.select(index_X)
+                log_EX2 = network.member_log_cost(batch.sum(network.encode(batch.features_SF)))
+                error_EX2 = torch.nn.functional.smooth_l1_loss(
+                    log_EX2, batch.labels_ms_X2.log().expand_as(log_EX2), beta=0.02, reduction="none"
+                )
+                loss = (error_EX2 * weight_EX[:, index_X, None]).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                losses.append(loss.item())
+            advance(f"loss {sum(losses) / len(losses):.4f}")
     return network.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def predict_ms(network: ComputeCost, sets: LabelledSets) -> Tensor:
-    """Predicted forward and backward milliseconds of sets, [X, 2]; any compute cost will do."""
+    """Return predicted forward and backward milliseconds of sets, [X, 2], by any compute cost."""
     return network.group_cost_ms(sets.sum(network.encode(sets.features_SF)))
 
 
 def mape_2(predicted_ms_X2: Tensor, labels_ms_X2: Tensor) -> Tensor:
-    """Mean absolute percentage error of forward and backward, as shares, [2]."""
+    """Return mean absolute percentage errors of forward and backward, as shares, [2]."""
     return ((predicted_ms_X2 - labels_ms_X2) / labels_ms_X2).abs().mean(0)

@@ -19,7 +19,6 @@ from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, collect, draw_sets, most_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.support.files import check_writable
-from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.training.config import TrainingConfig
 from dreamshard_planner.training.policies import DrawnTask, improve, proposed_sets, validate_policy
 from dreamshard_planner.workload.pools import pool_tables
@@ -78,13 +77,8 @@ def learn(
     """
     train_sets, test_sets = LabelledSets.of_dataset(train_data), LabelledSets.of_dataset(test_data, train_data.usual_ms)
     start = config.start
-    with progress_bar("fitting", config.fit.steps(len(train_sets)), progress) as advance:
-        network = fit_cost_network(
-            train_sets,
-            config=replace(config.fit, seed=config.seed),
-            on_epoch=lambda _, loss: advance(f"loss {loss:.4f}"),
-            start=start.cost if start else None,
-        )
+    fit = replace(config.fit, seed=config.seed)
+    network = fit_cost_network(train_sets, config=fit, start=start.cost if start else None, progress=progress)
     errors_2 = mape_2(predict_ms(network, test_sets), test_sets.labels_ms_X2)
     metadata = {
         **_made_now(config),
