@@ -77,7 +77,7 @@ def cost_of(tables: int, ranks: int, seed: int, costs: str = "roofline") -> Cost
     context = PlanRater(PlannedRanks.of(topology), reader, source, constraints=constraints, sharders=sharders)
     reservation = EmbeddingShardingPlanner(topology, BATCH_SIZE, stats=[])._storage_reservation
     left = reservation.reserve(topology, BATCH_SIZE, model, sharders, constraints)
-    options = context.enumerator(BATCH_SIZE, context._torchrec[0]).enumerate(model, sharders)
+    options = context.enumerator(BATCH_SIZE).enumerate(model, sharders)
     return context.cost(context.read(context.usable_options(options), left))
 
 

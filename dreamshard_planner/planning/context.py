@@ -172,19 +172,14 @@ class PlanRater:
             bare = [option for option in options if None in perf_of(option)]
             estimate_all(self._torchrec[:1], bare, self.sharders or ())
 
-    def enumerator(self, batch_size: int, perf: ShardEstimator | None = None) -> FastEnumerator:
-        """Make TorchRec's enumerator for a planner's model, with pooling factors per feature.
-
-        Args:
-            batch_size: local.
-            perf: estimator of perf; by default TorchRec's.
-        """
+    def enumerator(self, batch_size: int) -> FastEnumerator:
+        """Make TorchRec's enumerator for a planner's model and a local batch, with pooling factors per feature."""
         asked = {name for name, constraint in (self.constraints or {}).items() if constraint.min_partition}
         return FastEnumerator(
             self.ranks.topology,
             batch_size,
             self.constraints,
-            [perf or self._torchrec[0], self._torchrec[1]],
+            self._torchrec,
             variants=partial(own_slices, asked=asked),
             lengths=self.reader.pooling_factors,
         )

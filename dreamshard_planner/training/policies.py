@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.planner.types import ShardEstimator, ShardingOption
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -35,7 +34,7 @@ from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.training.config import TrainingConfig
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import Table, Workload
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload
 
 RANKS_PER_HOST = 8
 TIGHT_SHARE = 0.25
@@ -52,16 +51,6 @@ class DrawnTask:
 
     read: ReadProblem
     task: ShardingTask
-
-
-class _Unrated(ShardEstimator):
-    """Leaves the perf of shards open, which costs by a checkpoint do not read."""
-
-    def __init__(self) -> None:
-        """Needs nothing."""
-
-    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        """See ``torchrec.distributed.planner.types.ShardEstimator``."""
 
 
 def improve(
@@ -89,7 +78,9 @@ def drawn_tasks(
     checkpoint: Checkpoint, tables: Sequence[Table], num_tasks: int, config: TrainingConfig, seed: int
 ) -> list[DrawnTask]:
     """Return random tasks over ``tables``, priced by the checkpoint, with all sharding types that TorchRec offers.
-    Draws that fit nowhere are left out."""
+
+    Draws that fit nowhere are left out.
+    """
     rng, tasks = random.Random(seed), []
     fewest, most = (math.log(min(count, len(tables))) for count in config.task_tables)
     for _ in range(num_tasks):
@@ -110,21 +101,21 @@ def _read(
     """Return the options of some tables, and their costs, on ranks with any amount of memory."""
     memory = dict.fromkeys(("HBM", "DDR"), [AMPLE_BYTES] * ranks)
     topology = make_topology(ranks, device, min(RANKS_PER_HOST, ranks), rank_memory_bytes=memory)
-    features = {table.name: [f"{table.name}.{index}" for index in range(len(table.features))] for table in tables}
-    statistics = {
-        name: feature for table in tables for name, feature in zip(features[table.name], table.features, strict=True)
-    }
-    configs = [
-        EmbeddingBagConfig(
-            name=table.name, num_embeddings=table.rows, embedding_dim=table.dim, feature_names=features[table.name]
+    configs: list[EmbeddingBagConfig] = []
+    statistics: dict[str, FeatureStatistics] = {}
+    for table in tables:
+        known = {f"{table.name}.{index}": feature for index, feature in enumerate(table.features)}
+        configs.append(
+            EmbeddingBagConfig(
+                name=table.name, num_embeddings=table.rows, embedding_dim=table.dim, feature_names=[*known]
+            )
         )
-        for table in tables
-    ]
+        statistics |= known
     model, sharders = nn.Module(), get_default_sharders()
     model.sparse = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     reader = OptionReader(statistics=TableStatistics(statistics), sharders=sharders)
     context = PlanRater(PlannedRanks.of(topology, checkpoint), reader, sharders=sharders)
-    options = context.enumerator(batch_size, _Unrated()).enumerate(model, sharders)
+    options = context.enumerator(batch_size).enumerate(model, sharders)
     read = context.read(context.usable_options(options))
     return read, context.cost(read)
 
