@@ -44,8 +44,7 @@ from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.measure.sets import GroupMix, collect, draw_sets
-from dreamshard_planner.workload.lookups import FeatureStatistics
+from dreamshard_planner.measure.sets import collect, draw_sets
 from dreamshard_planner.workload.pools import pool_tables
 from dreamshard_planner.workload.tables import Table, Workload
 from placements.placers import best_scale
@@ -54,7 +53,7 @@ DATA = Path(__file__).parent / "data"
 POOLS = ("meta_like_2021", "merlin_small", "broad")
 STAGES = ("forward", "backward")
 MAX_WORK = {"cpu": 60e6, "cuda": 5e9}
-"""Most work of a set, as when the shipped sets were drawn, of which none has Adagrad."""
+"""Most work of a set, as when the shipped sets were drawn; none of these has Adagrad."""
 REPEATS = 3
 """Runs of a set in one round."""
 AGAIN = "-again"
@@ -63,8 +62,8 @@ AGAIN = "-again"
 
 def measure(args: argparse.Namespace) -> None:
     """Time the clean sets, and their tables alone."""
-    mix, limit = GroupMix(adagrad=0.0), MAX_WORK[args.device]
-    sets = draw_sets(pool_tables(POOLS)[1], args.sets, args.seed, None, 100, mix, limit, args.device)
+    tables, work = pool_tables(POOLS)[1], MAX_WORK[args.device]
+    sets = draw_sets(tables, args.sets, args.seed, None, 100, max_work=work, device=args.device)
     singles = {workload: [workload] for workloads in sets for workload in workloads}
     parts = [("clean", sets, args.rounds), ("clean-singles", list(singles.values()), 3)]
     for name, chosen, rounds in parts[:1] if args.no_singles else parts:
@@ -91,7 +90,7 @@ def measure_rounds(
 
 def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset, usual_ms: float | None) -> Tensor:
     """Sum of measured single tables, [X, 2]."""
-    alone_ms = {group[0]: row for group, row in zip(singles.sets, singles.at_speed_ms(usual_ms), strict=True)}
+    alone_ms = {group[0]: row for group, row in zip(singles.sets, singles.median_ms(usual_ms), strict=True)}
     return torch.stack([torch.stack([alone_ms[w] for w in workloads]).sum(0) for workloads in sets])
 
 
@@ -147,8 +146,8 @@ def noise(clean: CostDataset) -> dict[str, Any]:
     The median of all rounds is about half as far from the truth."""
     round_NR2 = torch.from_numpy(clean.corrected_ms).unflatten(1, (-1, REPEATS)).quantile(0.5, dim=2)
     known = {
-        "one_round": errors(round_NR2[:, 0], clean.forward_backward_ms),
-        "one_run": errors(torch.from_numpy(clean.samples_ms)[:, 0], clean.forward_backward_ms),
+        "one_round": errors(round_NR2[:, 0], clean.median_ms()),
+        "one_run": errors(torch.from_numpy(clean.samples_ms)[:, 0], clean.median_ms()),
     }
     if round_NR2.shape[1] == 1:
         return known
@@ -203,7 +202,7 @@ def on_test_sets(
 def measured_again(network: CostNetwork, test: LabelledSets, again: CostDataset) -> dict[str, list[float]]:
     """Return the error of a second measurement of these sets, at the best scale, as hours differ in
     speed; and how far the network is off the geometric mean of both."""
-    second_X2 = again.forward_backward_ms
+    second_X2 = again.median_ms()
     second_X2 = second_X2 * best_scale(second_X2, test.labels_ms_X2.double())
     both_X2 = (second_X2 * test.labels_ms_X2).sqrt()
     return {
@@ -218,7 +217,7 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
     sets = clean.sets
     checkpoint = resolve(args.checkpoint, args.device)
     usual_ms = checkpoint.metadata.get("reference_ms")
-    label_X2 = clean.at_speed_ms(usual_ms)
+    label_X2 = clean.median_ms(usual_ms)
     test = LabelledSets.of(sets, label_X2)
     topology = Topology(world_size=1, compute_device=args.device)
     data = CostDataset.concatenate([CostDataset.load(path) for path in args.train])

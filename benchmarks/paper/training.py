@@ -169,7 +169,7 @@ def labelled_placements(
     sets = [group for placement in placements for group in placement if group]
     number = iter(range(len(sets)))
     index_ND = torch.tensor([[next(number) if group else len(sets) for group in one] for one in placements])
-    labels_X2 = torch.cat([dataset.forward_backward_ms[: len(sets)], torch.zeros(1, 2, dtype=torch.float64)])
+    labels_X2 = torch.cat([dataset.median_ms()[: len(sets)], torch.zeros(1, 2, dtype=torch.float64)])
     return half.labelled([*sets, []], labels_X2), index_ND
 
 

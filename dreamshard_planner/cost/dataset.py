@@ -161,17 +161,14 @@ class CostDataset:
         """Median step of the reference set: the speed of the machine. None if no reference was timed."""
         return None if self.reference_ms is None else float(np.median(self.reference_ms.sum(axis=2)))
 
-    @property
-    def forward_backward_ms(self) -> Tensor:
-        """[N, 2] float64: median over the repeats of the corrected samples."""
-        return torch.from_numpy(np.median(self.corrected_ms, axis=1))
+    def median_ms(self, usual_ms: float | None = None) -> Tensor:
+        """Return medians [N, 2] over the repeats of the corrected samples, float64.
 
-    def at_speed_ms(self, usual_ms: float | None) -> Tensor:
-        """Return :attr:`forward_backward_ms` as at times when the reference set usually takes ``usual_ms``, so that
-        files of slow and of fast hours of one machine compare. Unchanged if either reference is missing."""
-        if usual_ms is None or self.usual_ms is None:
-            return self.forward_backward_ms
-        return self.forward_backward_ms * (usual_ms / self.usual_ms) ** REFERENCE_STRENGTH
+        They are as at times when the reference set usually takes ``usual_ms``, so that files of slow and of fast hours
+        of one machine compare; as measured if either reference is missing.
+        """
+        speed = 1.0 if usual_ms is None or self.usual_ms is None else usual_ms / self.usual_ms
+        return torch.from_numpy(np.median(self.corrected_ms, axis=1) * speed**REFERENCE_STRENGTH)
 
     @property
     def spread(self) -> Tensor:
@@ -332,11 +329,11 @@ class LabelledSets:
 
     @classmethod
     def of_dataset(cls, data: CostDataset, usual_ms: float | None = None) -> LabelledSets:
-        """Label measured sets, scaled to the speed of ``usual_ms``, see :meth:`CostDataset.at_speed_ms`; default:
-        the file's own."""
+        """Label measured sets, scaled to the speed of ``usual_ms``, see :meth:`CostDataset.median_ms`; default: the
+        file's own."""
         on_gpu = data.hardware["device"] == "cuda"
         prior = RooflineCost.of_card(str(data.hardware["name"])) if on_gpu else None
-        return cls.of(data.sets, data.at_speed_ms(usual_ms), prior)
+        return cls.of(data.sets, data.median_ms(usual_ms), prior)
 
     def __len__(self) -> int:
         return len(self.labels_ms_X2)

@@ -17,9 +17,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,36 +55,14 @@ _ROOM = 8  # ratio of the limits of whole tables and of the shards cut from them
 _LIMITS_SEED_APART = 20_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMix:
-    """Shares of drawn sets with an attribute; the others are pooled, unweighted, fp32, SGD, and of mixed dims."""
+SEQUENCES, WEIGHTED, FP16, ONE_DIM = 0.08, 0.08, 0.10, 0.25
+"""Shares of drawn sets with an attribute; the others are pooled, unweighted, fp32, and of mixed dims. Sequences take no
+weights, and have one dim. On GPUs the widest table of a kernel counts for all."""
 
-    sequence: float = 0.08
-    weighted: float = 0.08
-    """Share of the pooled sets; sequences take no weights."""
-    fp16: float = 0.10
-    rowwise_adagrad: float = 0.30
-    adagrad: float = 0.30
-    one_dim: float = 0.25
-    """Share of the pooled sets. On GPUs the widest table of a kernel counts for all."""
 
-    def draw(self, generator: torch.Generator) -> dict[str, int | bool | str]:
-        """Return attributes of one set."""
-        sequence, weighted, fp16, optimizer = torch.rand(4, generator=generator).tolist()
-        pooled = sequence >= self.sequence
-        return {
-            "pooled": pooled,
-            "weighted": pooled and weighted < self.weighted,
-            "weight_bytes": 2 if fp16 < self.fp16 else 4,
-            "optimizer": self.optimizer(optimizer),
-            "memory": "device",
-        }
-
-    def optimizer(self, uniform: float) -> str:
-        """Return the optimizer for a uniform random number."""
-        if uniform < self.rowwise_adagrad:
-            return "rowwise_adagrad"
-        return "adagrad" if uniform < self.rowwise_adagrad + self.adagrad else "sgd"
+def drawn_optimizer(uniform: float) -> str:
+    """Return the optimizer of a set for a uniform random number."""
+    return "rowwise_adagrad" if uniform < 0.3 else "adagrad" if uniform < 0.6 else "sgd"
 
 
 _workloads = lru_cache(maxsize=16)(workloads_of)  # calibration draws from the same tables for each optimizer
@@ -95,7 +74,7 @@ def draw_sets(
     seed: int,
     batch_sizes: Sequence[int] | None = None,
     max_tables: int = 40,
-    mix: GroupMix | None = None,
+    optimizer: str | None = None,
     max_work: float | None = None,
     device: str = "cpu",
     shard_share: float = 0.0,
@@ -115,7 +94,7 @@ def draw_sets(
         seed: of everything.
         batch_sizes: samples of a kernel. Default: ``BATCH_SIZES`` of the device.
         max_tables: largest set.
-        mix: shares of the attributes.
+        optimizer: of all sets. Default: a random one for each.
         max_work: limit of all sets. Default: a random one for each, up to ``MAX_SET_WORK`` of the device.
         device: ``cpu`` or ``cuda``.
         shard_share: share of the sets that are cut, evenly among the others.
@@ -125,7 +104,6 @@ def draw_sets(
         raise TaskError(f"no sets to draw: {len(tables)} tables, batch sizes {batch_sizes}, {max_tables} tables a set")
     if not 0 <= shard_share <= 1:
         raise TaskError(f"share of shards must be between 0 and 1, got {shard_share}")
-    mix = mix or GroupMix()
     generator, limits = torch.Generator().manual_seed(seed), work_limits(max_work, device, seed)
     pools = {batch: _workloads(tuple(tables), batch) for batch in batch_sizes}
     of_dim: dict[int, list[int]] = {}
@@ -137,13 +115,21 @@ def draw_sets(
         size_share, batch_share, dim_share = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
         size = int(math.exp(size_share * math.log(max_tables + 1)))
         batch = batch_sizes[int(batch_share * len(batch_sizes))]
-        attributes, limit = mix.draw(generator), next(limits)
+        sequence, weighted, fp16, optimizer_share = torch.rand(4, generator=generator).tolist()
+        pooled, limit = sequence >= SEQUENCES, next(limits)
+        attributes: dict[str, Any] = {
+            "pooled": pooled,
+            "weighted": pooled and weighted < WEIGHTED,
+            "weight_bytes": 2 if fp16 < FP16 else 4,
+            "optimizer": optimizer or drawn_optimizer(optimizer_share),
+            "memory": "device",
+        }
         # The fraction left by choosing a dim decides whether the set has only that one.
         one_dim_share, chosen = math.modf(dim_share * len(tables))
         dim = tables[int(chosen)].dim
-        alike = range(len(tables)) if attributes["pooled"] else of_dim[dim]
+        alike = range(len(tables)) if pooled else of_dim[dim]
         order = [alike[i] for i in torch.randperm(len(alike), generator=generator).tolist()]
-        if one_dim_share < mix.one_dim:
+        if one_dim_share < ONE_DIM:
             order = [i for i in order if tables[i].dim == dim]
         candidates = (replace(pools[batch][i], **attributes) for i in order)
         group = _those_that_fit(candidates, limit * (_ROOM if is_cut else 1), size)

@@ -20,7 +20,7 @@ from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.sets import GroupMix, collect, draw_sets, most_sets
+from dreamshard_planner.measure.sets import collect, draw_sets, most_sets
 from dreamshard_planner.measure.timing import core_use_ns
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.pools import pool_tables
@@ -136,16 +136,12 @@ def _draw(
     pools: Mapping[str, Sequence[Table]], seconds: float, seed: int, batch_sizes: Sequence[int] | None, device: str
 ) -> list[list[Workload]]:
     """Draw random sets that take turns in optimizers, each with its tables."""
-    count, mix = most_sets(seconds) // len(pools) + 1, GroupMix(rowwise_adagrad=0.0, adagrad=0.0)
+    count, work = most_sets(seconds) // len(pools) + 1, _MAX_WORK[device]
     drawn = [
-        draw_sets(pool, count, 100 * seed + k, batch_sizes or None, _MAX_TABLES, mix, _MAX_WORK[device], device)
-        for k, pool in enumerate(pools.values())
+        draw_sets(pool, count, 100 * seed + k, batch_sizes or None, _MAX_TABLES, optimizer, work, device)
+        for k, (optimizer, pool) in enumerate(pools.items())
     ]
-    return [
-        [replace(workload, optimizer=name) for workload in group]
-        for groups in zip(*drawn, strict=True)
-        for name, group in zip(pools, groups, strict=True)
-    ]
+    return [group for groups in zip(*drawn, strict=True) for group in groups]
 
 
 def _refuse(checks: Sequence[StageCheck], others_share: float, seconds: float) -> None:

@@ -19,7 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost
 from dreamshard_planner.devices import make_topology
-from dreamshard_planner.measure.sets import BATCH_SIZES, GroupMix, set_work, work_limits
+from dreamshard_planner.measure.sets import BATCH_SIZES, drawn_optimizer, set_work, work_limits
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.policy.network import Policy, roll_out
@@ -138,7 +138,7 @@ def proposed_sets(
     """Return fused groups of single ranks in sampled plans of the training tasks, with random optimizers: sets worth
     measuring, because planning will meet their like."""
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    samples, mix, sets = -(-num_sets // len(tasks)), GroupMix(), []
+    samples, sets = -(-num_sets // len(tasks)), []
     for drawn in tasks:
         problem, workload_P = drawn.task.problem, drawn.read.workload_P
         options = (option for options in problem.tables for option in options)
@@ -152,7 +152,7 @@ def proposed_sets(
             for part in part_X[rank_X == rng.randrange(problem.num_ranks)].tolist():
                 if part in fused:
                     groups.setdefault(int(problem.group_P[part]), []).append(workload_P[part])
-            optimizer = mix.optimizer(rng.random())
+            optimizer = drawn_optimizer(rng.random())
             sets += [[replace(workload, optimizer=optimizer) for workload in held] for held in groups.values()]
     rng.shuffle(sets)
     limits = work_limits(None, device, seed)

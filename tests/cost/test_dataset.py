@@ -34,18 +34,18 @@ def dataset(**changes) -> CostDataset:
 
 def test_medians_with_and_without_reference() -> None:
     plain = CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE)
-    assert plain.forward_backward_ms.tolist() == [[2.0, 4.0], [0.1, 0.2], [5.0, 6.0]]
+    assert plain.median_ms().tolist() == [[2.0, 4.0], [0.1, 0.2], [5.0, 6.0]]
     assert plain.spread[0].tolist() == pytest.approx([(1 + 1 + 0) / 3 / 2, (2 + 0 + 5) / 3 / 4])
     # In the second round of set 0 the reference took 2 ms instead of 1: that round shrinks by the root of 2.
     corrected = dataset()
     assert corrected.corrected_ms[0, :, 1].tolist() == pytest.approx([2.0, 4.0 * 0.5**0.5, 9.0])
-    assert corrected.forward_backward_ms.flatten().tolist() == pytest.approx([2.0, 8**0.5, 0.1, 0.2, 5.0, 6.0])
-    assert dataset().forward_backward_ms.dtype == torch.float64
+    assert corrected.median_ms().flatten().tolist() == pytest.approx([2.0, 8**0.5, 0.1, 0.2, 5.0, 6.0])
+    assert dataset().median_ms().dtype == torch.float64
     # Another file's reference usually took 4 ms where this one's took 1: its hours were slow, which counts by the root.
     assert corrected.usual_ms == 1.0 and plain.usual_ms is None
-    assert corrected.at_speed_ms(4.0).flatten().tolist() == pytest.approx([4.0, 2 * 8**0.5, 0.2, 0.4, 10.0, 12.0])
-    for unknown in (plain.at_speed_ms(4.0), plain.at_speed_ms(None)):
-        assert torch.equal(unknown, plain.forward_backward_ms)
+    assert corrected.median_ms(4.0).flatten().tolist() == pytest.approx([4.0, 2 * 8**0.5, 0.2, 0.4, 10.0, 12.0])
+    for unknown in (plain.median_ms(4.0), plain.median_ms(None)):
+        assert torch.equal(unknown, plain.median_ms())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from dreamshard_planner.cost.network import (
 )
 from dreamshard_planner.cost.roofline import GPU_KERNELS, RooflineCost
 from dreamshard_planner.errors import CheckpointError, TaskError
-from dreamshard_planner.measure.sets import GroupMix, draw_sets
+from dreamshard_planner.measure.sets import draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.training.config import QUICK
 from dreamshard_planner.workload.features import FEATURE_INDEX, columns, feature_matrix
@@ -170,7 +170,7 @@ EXTENT = columns(("distinct_rows", "distinct_elements", "lookup_elements", "look
 
 def drawn(count: int, seed: int) -> list[list[Workload]]:
     """Random sets, one optimizer after the other."""
-    sets = draw_sets(pool_tables(("broad",))[0], 3 * count, seed, (512,), 8, GroupMix(rowwise_adagrad=0))
+    sets = draw_sets(pool_tables(("broad",))[0], 3 * count, seed, (512,), 8)
     return [[replace(w, optimizer=list(OPTIMIZERS)[k % 3]) for w in group] for k, group in enumerate(sets)]
 
 
