@@ -47,7 +47,7 @@ def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, arg
     for name, plan in plans.items():
         if plan is not None and not bool(contest.task.problem.fits(plan[None])[0]):
             raise RuntimeError(f"task {contest.name}: {name} does not fit into memory")
-    clock = SetClock(contest.task.workloads, args.device, arena, seed=args.seed)
+    clock = SetClock(contest.task.workloads, arena, seed=args.seed)
     cost = field.cost(contest)
     final = MeasuredCosts(cost, clock)
     known = {name: plan for name, plan in plans.items() if plan is not None}

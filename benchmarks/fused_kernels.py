@@ -98,12 +98,11 @@ def copy_gb_per_s(device: torch.device, repeats: int = 9) -> float:
 
 def measure(args: argparse.Namespace, copy: float) -> Iterator[list[dict[str, Any]]]:
     """A row per shape, sweep by sweep."""
-    device = torch.device(args.device)
-    arena = Arena(device, seed=args.seed)
+    arena = Arena(args.device, seed=args.seed)
     for sweep in args.sweeps:
         shapes = [replace(BASE, **{sweep: value}) for value in SWEEPS[sweep]]
         sets = [shape.workloads(args.batch_size, args.optimizer) for shape in shapes]
-        kernels = [FusedKernel(part, device, args.seed, arena) for full in sets for part in (full, full[:1])]
+        kernels = [FusedKernel(part, arena, args.seed) for full in sets for part in (full, full[:1])]
         timed = time_groups(kernels, args.repeats, warmup=3)
         rows = []
         for shape, workloads, fused, alone in zip(shapes, sets, timed[::2], timed[1::2], strict=True):

@@ -224,7 +224,7 @@ def measure(args: argparse.Namespace) -> None:
         if begun - started > args.seconds:
             break
         workloads = Catalogue.load(planned["fields"], task["workloads"])
-        clock = SetClock(workloads, args.device, arena, bytes_at_once=at_once)
+        clock = SetClock(workloads, arena, bytes_at_once=at_once)
         sets = sorted({tuple(one) for entry in task["plans"].values() for rank in entry["kernels"] for one in rank})
         samples = clock.samples(sets, args.rounds)
         clock.usual_ms = torch.cat([one.reference_ms.sum(-1) for one in samples]).median()

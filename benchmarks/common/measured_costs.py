@@ -68,8 +68,7 @@ class SetClock:
 
     Args:
         workloads: of one problem; a set is a tuple of their indices.
-        device: where kernels run.
-        arena: shared weights and indices. Default: one of default size.
+        arena: shared weights and indices, on the device where kernels run.
         seed: of indices and order.
         bytes_at_once: of indices, outputs and their gradients; a single set may need more.
     """
@@ -77,15 +76,13 @@ class SetClock:
     def __init__(
         self,
         workloads: Sequence[Workload],
-        device: torch.device | str,
-        arena: Arena | None = None,
+        arena: Arena,
         seed: int = 0,
         bytes_at_once: int = 4 << 30,
     ) -> None:
-        self._workloads, self._device, self._seed = workloads, device, seed
+        self._workloads, self._arena, self._seed = workloads, arena, seed
         self._bytes_at_once = bytes_at_once
-        self._arena = arena or Arena(device, seed=seed)
-        self._reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, self._arena)
+        self._reference = FusedKernel(REFERENCE_SETS[arena.device.type], arena, seed)
         self._order = torch.Generator().manual_seed(seed)
         self.usual_ms: Tensor | None = None
         """Milliseconds of the reference set when this clock was first used."""
@@ -94,10 +91,7 @@ class SetClock:
         """Return all runs of each set; sets are interleaved, as many at a time as memory should hold."""
         samples: list[Samples] = []
         for some in self._at_once(sets):
-            kernels = [
-                FusedKernel([self._workloads[i] for i in group], self._device, self._seed, self._arena)
-                for group in some
-            ]
+            kernels = [FusedKernel([self._workloads[i] for i in group], self._arena, self._seed) for group in some]
             samples += time_groups(kernels, repeats, generator=self._order, reference=self._reference)
         return samples
 

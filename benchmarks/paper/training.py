@@ -278,7 +278,7 @@ def train_on_measured_rewards(
     start = time.monotonic()
     for update in range(config.updates):
         task = _any(tasks, generator)
-        clock = SetClock(task.task.workloads, arena.device, arena, seed=config.seed)
+        clock = SetClock(task.task.workloads, arena, seed=config.seed)
         cost = MeasuredReward(cost_of(task, compute), clock)
         reinforce_update(policy, optimizer, cost, config, generator, 1 - update / config.updates)
         on_update(update + 1, EPISODES * (update + 1), (time.monotonic() - start) / 60)

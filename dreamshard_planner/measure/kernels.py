@@ -229,29 +229,22 @@ class FusedKernel:
 
     Args:
         workloads: at least one, equal in :data:`GROUP_FIELDS`; sequences also in dim.
-        device: where to run.
-        seed: of indices and lengths; a table has the same ones in every kernel of an arena.
-        arena: shared buffers. Default: a private one that just holds the tables, whose rows may stay in cache.
+        arena: shared buffers, on the device where to run.
+        seed: of indices and lengths; a table has the same ones in every kernel.
 
     Raises:
         TaskError: the workloads cannot share a kernel, or no kernel for them exists; names the table.
     """
 
-    def __init__(
-        self, workloads: Sequence[Workload], device: torch.device | str, seed: int = 0, arena: Arena | None = None
-    ) -> None:
+    def __init__(self, workloads: Sequence[Workload], arena: Arena, seed: int = 0) -> None:
         check_group(workloads)
-        first, self.device = workloads[0], torch.device(device)
+        first, self.arena, self.device = workloads[0], arena, arena.device
         on_cpu = self.device.type == "cpu"
         precision = _PRECISION[first.weight_bytes]
         self._dtype = precision.as_dtype()
         self._mirrors = first.optimizer == "adagrad"
         own_bytes = self._dtype.itemsize
         weight_bytes = 4 if self._mirrors else own_bytes  # no more weights than fp32 states fit there
-        if arena is None:
-            needed = sum(_aligned(w.rows * w.dim) for w in workloads) * weight_bytes
-            arena = Arena(self.device, size_bytes=needed)
-        self.arena = arena
         self._capacity = arena.weights(self._dtype).numel() * own_bytes // weight_bytes
         held = [min(w.rows, self._capacity // w.dim) for w in workloads]
         self._sizes = [rows * w.dim for rows, w in zip(held, workloads, strict=True)]

@@ -281,7 +281,7 @@ def collect(
         if progress and found:
             print(f"{folder}: continues after {sum(map(len, found.values()))} sets", file=sys.stderr)
         todo = [index for index in range(len(blocks)) if index not in found and seconds != 0]
-        reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, arena) if todo else None
+        reference = FusedKernel(REFERENCE_SETS[arena.device.type], arena, seed) if todo else None
         spreads: list[float] = []
         start = last = time.monotonic()
         bar = ("measuring", sum(len(blocks[index]) for index in todo))
@@ -289,7 +289,7 @@ def collect(
             bar = ("measuring, s", math.ceil(seconds))
         with progress_bar(*bar, progress and bool(todo)) as advance:
             for index in todo:
-                kernels = [FusedKernel(group, device, seed, arena) for group in blocks[index]]
+                kernels = [FusedKernel(group, arena, seed) for group in blocks[index]]
                 order = torch.Generator().manual_seed(seed + index * block)
                 samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
                 times = [one.samples_ms.tolist() for one in samples]

@@ -26,7 +26,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def test_moves_that_are_brought_to_the_device_together_are_as_drawn(device: str) -> None:
     arena = Arena(device, size_bytes=1 << 20)
     group = [workload(num_features=2, optimizer="rowwise_adagrad"), workload("b", optimizer="rowwise_adagrad")]
-    kernel = FusedKernel(group, device, arena=arena)
+    kernel = FusedKernel(group, arena)
     moves = kernel._windows(kernel._sizes, 10_000)
     assert [offsets_F.tolist() for _, offsets_F in moves] == [[a, a, b] for (a, b), _ in moves]
     assert len({a for (a, _), _ in moves}) > 1
@@ -56,7 +56,7 @@ def test_sets_are_measured_on_the_device(device: str, tmp_path: Path) -> None:
     data = collect(sets, tmp_path / "blocks", device, repeats=2, progress=False, arena=arena)
     assert data.hardware == describe_hardware(device, 1)
     assert data.samples_ms.shape == data.reference_ms.shape == (4, 2, 2)
-    clock = SetClock([w for group in sets[:1] for w in group], device, arena)
+    clock = SetClock([w for group in sets[:1] for w in group], arena)
     (samples,) = clock.samples([(0,)], repeats=2)
     assert 0 <= samples.launch_bound <= 1 and bool((samples.samples_ms > 0).all())
 
@@ -90,7 +90,7 @@ def test_launch_bound_runs_get_a_longer_head_start(
     monkeypatch.setattr(_Event, "reached_before", reached_before, raising=False)
     monkeypatch.setattr(torch.Tensor, "zero_", lambda _: setattr(_Event, "flushes", _Event.flushes + 1))
     moves = []
-    kernel = FusedKernel([workload()], "cpu")
+    kernel = FusedKernel([workload()], Arena("cpu", size_bytes=1 << 20))
     monkeypatch.setattr(kernel, "move", lambda: moves.append(1))
     cuda = timing._CudaRuns(torch.device("cpu"))
     first = cuda(kernel)

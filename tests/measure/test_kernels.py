@@ -44,6 +44,10 @@ def workload(name: str = "a", **changes) -> Workload:
     return replace(base, **changes)
 
 
+def small_arena() -> Arena:
+    return Arena("cpu", size_bytes=1 << 20)
+
+
 GROUPS = {
     "mixed dims": [workload(), workload("b", dim=12, rows=7, pooling_factor=1.0, distinct_rows=3.0)],
     "one table": [workload()],
@@ -74,11 +78,10 @@ def plain_output(kernel: FusedKernel, workloads: list[Workload], tables: list[to
     return torch.cat(outputs, dim=1 if first.pooled else 0)
 
 
-@pytest.mark.parametrize("with_arena", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS.keys())
-def test_forward_and_sgd_match_plain_torch(group: list[Workload], device: str, with_arena: bool) -> None:
-    kernel = FusedKernel(group, device, seed=3, arena=Arena(device, size_bytes=1 << 20) if with_arena else None)
+def test_forward_and_sgd_match_plain_torch(group: list[Workload], device: str) -> None:
+    kernel = FusedKernel(group, Arena(device, size_bytes=1 << 20), seed=3)
     for _ in range(2):
         tables = [t.clone().requires_grad_() for t in kernel.module.split_embedding_weights()]
         assert [tuple(t.shape) for t in tables] == [(w.rows, w.dim) for w in group]
@@ -95,7 +98,7 @@ def test_forward_and_sgd_match_plain_torch(group: list[Workload], device: str, w
 def test_adagrad_matches_its_formula(optimizer: str) -> None:
     """With a state per row, the mean over its weights, or per weight; wherever the windows lie."""
     group = [workload(optimizer=optimizer), workload("b", dim=4, rows=5, optimizer=optimizer)]
-    kernel = FusedKernel(group, "cpu", seed=1, arena=Arena("cpu", size_bytes=1 << 20))
+    kernel = FusedKernel(group, small_arena(), seed=1)
     tables = [t.clone().requires_grad_() for t in kernel.module.split_embedding_weights()]
     (states,) = zip(*kernel.module.split_optimizer_states(), strict=True)
     before = [state.clone() for state in states]
@@ -111,7 +114,7 @@ def test_adagrad_matches_its_formula(optimizer: str) -> None:
 
 
 def test_half_precision_weights() -> None:
-    kernel = FusedKernel([workload(weight_bytes=2)], "cpu")
+    kernel = FusedKernel([workload(weight_bytes=2)], small_arena())
     (table,) = kernel.module.split_embedding_weights()
     assert table.dtype == torch.float16
     expected_O = plain_output(kernel, [workload()], [table.float()])
@@ -130,11 +133,11 @@ def test_inputs_have_the_exact_lookups(pooling: float, lookups: int) -> None:
 
 
 def test_a_table_has_the_same_inputs_in_every_group_and_process() -> None:
-    arena = Arena("cpu", size_bytes=1 << 20)
-    alone = FusedKernel([workload()], "cpu", seed=5, arena=arena)
-    together = FusedKernel([workload("b", dim=4), workload(dim=16)], "cpu", seed=5, arena=arena)
-    private = FusedKernel([workload()], "cpu", seed=5)
-    other_seed = FusedKernel([workload()], "cpu", seed=6, arena=arena)
+    arena = small_arena()
+    alone = FusedKernel([workload()], arena, seed=5)
+    together = FusedKernel([workload("b", dim=4), workload(dim=16)], arena, seed=5)
+    private = FusedKernel([workload()], small_arena(), seed=5)
+    other_seed = FusedKernel([workload()], arena, seed=6)
     assert torch.equal(alone.indices_L, together.indices_L[-15:])
     assert torch.equal(alone.indices_L, private.indices_L)
     assert not torch.equal(alone.indices_L, other_seed.indices_L)
@@ -144,7 +147,7 @@ def test_tables_larger_than_the_arena_run_inside_it() -> None:
     arena = Arena("cpu", size_bytes=4 << 20)
     capacity = arena.weights(torch.float32).numel()
     huge = workload(rows=10**9, dim=8)
-    kernel = FusedKernel([huge, workload("b", rows=100_000), workload("c", rows=100_000)], "cpu", arena=arena)
+    kernel = FusedKernel([huge, workload("b", rows=100_000), workload("c", rows=100_000)], arena)
     assert kernel.module.rows_per_table.tolist() == [capacity // 8, 100_000, 100_000]
     assert int(kernel.indices_L.max()) < capacity // 8
     for _ in range(20):
@@ -180,7 +183,7 @@ def test_tables_larger_than_the_arena_run_inside_it() -> None:
 )
 def test_kernels_that_do_not_exist_are_refused(group: list[Workload], message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        FusedKernel(group, "cpu")
+        FusedKernel(group, small_arena())
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux does not count it")
@@ -191,7 +194,7 @@ def test_time_in_which_others_have_the_core_is_counted() -> None:
         for process in (0, other.pid):
             os.sched_setaffinity(process, {min(cores)})
         while (core_use_ns() - before_ns)[1] < 1e8:
-            kernel = FusedKernel([workload("a")], "cpu")
+            kernel = FusedKernel([workload("a")], small_arena())
             kernel.forward()
     finally:
         os.sched_setaffinity(0, cores)
@@ -201,8 +204,8 @@ def test_time_in_which_others_have_the_core_is_counted() -> None:
 
 
 def test_time_groups_keeps_every_sample() -> None:
-    arena = Arena("cpu", size_bytes=1 << 20)
-    kernels = [FusedKernel(group, "cpu", arena=arena) for group in (GROUPS["one table"], GROUPS["mixed dims"])]
+    arena = small_arena()
+    kernels = [FusedKernel(group, arena) for group in (GROUPS["one table"], GROUPS["mixed dims"])]
     timed = time_groups(kernels, repeats=3, reference=kernels[0])
     for samples in timed:
         assert samples.samples_ms.shape == samples.reference_ms.shape == (3, 2)
@@ -215,7 +218,7 @@ def test_time_groups_keeps_every_sample() -> None:
 
 
 def test_processor_time_leaves_out_what_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = FusedKernel(GROUPS["one table"], "cpu")
+    kernel = FusedKernel(GROUPS["one table"], small_arena())
     forward = kernel.forward
 
     def waiting() -> torch.Tensor:
@@ -260,7 +263,7 @@ def test_reference_kernels_are_not_measured(reference: None, tmp_path: Path) -> 
         collect([REFERENCE_SETS["cpu"]], tmp_path, repeats=1, arena=Arena("cpu", size_bytes=1 << 26))
     assert not list(tmp_path.glob("block*"))
     with pytest.raises(DreamShardError, match="nothing was measured"):
-        time_groups([FusedKernel(REFERENCE_SETS["cpu"], "cpu", 0)], 1)
+        time_groups([FusedKernel(GROUPS["one table"], small_arena())], 1)
     check_kernels("cuda")
 
 
