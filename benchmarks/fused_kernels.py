@@ -30,8 +30,10 @@ import common.fast_kernels  # noqa: F401 (before torch)
 # isort: split
 import torch
 
+from common.measured_costs import spread
 from common.output import provenance, table_of, wide_console, write_result
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
+from dreamshard_planner.measure.sets import REFERENCE_SETS
 from dreamshard_planner.measure.timing import time_groups
 from dreamshard_planner.support.torch_state import single_thread
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse
@@ -99,24 +101,26 @@ def copy_gb_per_s(device: torch.device, repeats: int = 9) -> float:
 def measure(args: argparse.Namespace, copy: float) -> Iterator[list[dict[str, Any]]]:
     """A row per shape, sweep by sweep."""
     arena = Arena(args.device, seed=args.seed)
+    reference = FusedKernel(REFERENCE_SETS[args.device], arena, args.seed)
     for sweep in args.sweeps:
         shapes = [replace(BASE, **{sweep: value}) for value in SWEEPS[sweep]]
         sets = [shape.workloads(args.batch_size, args.optimizer) for shape in shapes]
         kernels = [FusedKernel(part, arena, args.seed) for full in sets for part in (full, full[:1])]
-        timed = time_groups(kernels, args.repeats, warmup=3)
+        timed = time_groups(kernels, reference, args.repeats, warmup=3)
+        median_X2, spread_X2 = timed.samples_ms.quantile(0.5, dim=1), spread(timed.samples_ms)
         rows = []
-        for shape, workloads, fused, alone in zip(shapes, sets, timed[::2], timed[1::2], strict=True):
-            fused_2, alone_2, moved = fused.median_ms, alone.median_ms, moved_bytes(workloads)
+        for place, (shape, workloads) in enumerate(zip(shapes, sets, strict=True)):
+            fused_2, alone_2, moved = median_X2[2 * place], median_X2[2 * place + 1], moved_bytes(workloads)
             rows.append(
                 {
                     "sweep": sweep,
                     "shape": asdict(shape) | {"reuse": shape.reuse},
                     "ms": fused_2.tolist(),
-                    "spread": fused.spread.tolist(),
+                    "spread": spread_X2[2 * place].tolist(),
                     "gb_per_s": [b / ms / 1e6 for b, ms in zip(moved, fused_2.tolist(), strict=True)],
                     "of_copy": [b / ms / 1e6 / copy for b, ms in zip(moved, fused_2.tolist(), strict=True)],
                     "fusion": (fused_2 / (shape.tables * alone_2)).tolist(),
-                    "launch_bound": fused.launch_bound,
+                    "launch_bound": float(timed.launch_bound_N[2 * place]),
                 }
             )
         yield rows

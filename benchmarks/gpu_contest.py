@@ -45,7 +45,7 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import published_plan
-from common.measured_costs import SetClock
+from common.measured_costs import SetClock, spread
 from common.output import append, interval, lines_of, provenance, quiet, table_of, wide_console
 from common.tasks import RANKS_PER_HOST, feature_names, meta_collection
 from default_plans import plan_within
@@ -227,8 +227,8 @@ def measure(args: argparse.Namespace) -> None:
         clock = SetClock(workloads, arena, bytes_at_once=at_once)
         sets = sorted({tuple(one) for entry in task["plans"].values() for rank in entry["kernels"] for one in rank})
         samples = clock.samples(sets, args.rounds)
-        clock.usual_ms = torch.cat([one.reference_ms.sum(-1) for one in samples]).median()
-        ms = {one: clock.corrected_ms(of).quantile(0.5, dim=0) for one, of in zip(sets, samples, strict=True)}
+        clock.usual_ms = samples.reference_ms.sum(-1).median()
+        ms = dict(zip(sets, clock.corrected_ms(samples).quantile(0.5, dim=1), strict=True))
         for entry in task["plans"].values():
             kernels = entry.pop("kernels")
             entry["types_of_kernels"] = [len(rank) for rank in kernels]
@@ -240,8 +240,8 @@ def measure(args: argparse.Namespace) -> None:
                 "task": task["task"],
                 "kernels": len(sets),
                 "reference_ms": float(clock.usual_ms),
-                "spread": float(torch.stack([one.spread for one in samples]).mean()),
-                "launch_bound": float(np.mean([one.launch_bound for one in samples])),
+                "spread": float(spread(samples.samples_ms).mean()),
+                "launch_bound": float(samples.launch_bound_N.mean()),
                 "seconds": time.monotonic() - begun,
                 "plans": task["plans"],
             },

@@ -87,13 +87,13 @@ class SetClock:
         self.usual_ms: Tensor | None = None
         """Milliseconds of the reference set when this clock was first used."""
 
-    def samples(self, sets: Sequence[tuple[int, ...]], repeats: int) -> list[Samples]:
+    def samples(self, sets: Sequence[tuple[int, ...]], repeats: int) -> Samples:
         """Return all runs of each set; sets are interleaved, as many at a time as memory should hold."""
-        samples: list[Samples] = []
+        parts = []
         for some in self._at_once(sets):
             kernels = [FusedKernel([self._workloads[i] for i in group], self._arena, self._seed) for group in some]
-            samples += time_groups(kernels, repeats, generator=self._order, reference=self._reference)
-        return samples
+            parts.append(time_groups(kernels, self._reference, repeats, generator=self._order))
+        return Samples(*map(torch.cat, zip(*parts, strict=True)))
 
     def _at_once(self, sets: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Yield the sets, in order, in parts that memory holds."""
@@ -113,17 +113,21 @@ class SetClock:
         return round(sum(INDEX_BYTES * w.lookups + 2 * OUTPUT_BYTES * w.output_elements for w in workloads))
 
     def corrected_ms(self, samples: Samples) -> Tensor:
-        """Samples [R, 2] with slow spells damped, as :class:`~dreamshard_planner.cost.dataset.CostDataset` does."""
-        if self.usual_ms is None or samples.reference_ms is None:
+        """Samples [X, R, 2] with slow spells damped, as :class:`~dreamshard_planner.cost.dataset.CostDataset` does."""
+        if self.usual_ms is None:
             raise ValueError("nothing was timed yet")
-        step_R1 = samples.reference_ms.sum(-1, keepdim=True)
-        return samples.samples_ms * (self.usual_ms / step_R1) ** REFERENCE_STRENGTH
+        step_XR1 = samples.reference_ms.sum(-1, keepdim=True)
+        return samples.samples_ms * (self.usual_ms / step_XR1) ** REFERENCE_STRENGTH
 
     def __call__(self, sets: Sequence[tuple[int, ...]], repeats: int) -> Tensor:
         """Return the medians [X, 2] over the repeats. The first call says what speed of the machine is usual."""
         timed = self.samples(sets, repeats)
-        done = [s.reference_ms.sum(-1) for s in timed if s.reference_ms is not None]
-        if self.usual_ms is None and done:
-            self.usual_ms = torch.cat(done).median()
-        medians = [self.corrected_ms(s).quantile(0.5, dim=0) for s in timed]
-        return torch.stack(medians) if medians else torch.zeros(0, 2, dtype=torch.float64)
+        if self.usual_ms is None:
+            self.usual_ms = timed.reference_ms.sum(-1).median()
+        return self.corrected_ms(timed).quantile(0.5, dim=1)
+
+
+def spread(samples_XR2: Tensor) -> Tensor:
+    """Return mean absolute deviations [X, 2] from the medians, as shares of them."""
+    median_X12 = samples_XR2.quantile(0.5, dim=1, keepdim=True)
+    return ((samples_XR2 - median_X12).abs() / median_X12).mean(1)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,6 +50,8 @@ MAX_ROW_BLOCKS = 128
 MAX_SLICES = 4  # of one table on one device
 _SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
 """Factors on the time of a lookup, medians on that core; FBGEMM's CPU backward pass of sequences is slow."""
+BLOCK = 8
+"""Sets whose repeats are interleaved, and that an interruption loses."""
 _ROOM = 8  # ratio of the limits of whole tables and of the shards cut from them
 _LIMITS_SEED_APART = 20_000
 
@@ -244,7 +245,6 @@ def collect(
     seed: int = 0,
     seconds: float | None = None,
     progress: bool = True,
-    block: int = 8,
     arena: Arena | None = None,
 ) -> CostDataset:
     """Measure ``sets`` in order, continuing an interrupted collection.
@@ -258,7 +258,6 @@ def collect(
         seed: of indices, lengths and order.
         seconds: time after which no block is begun, but the first. 0 only reads the record.
         progress: show a bar on stderr.
-        block: sets whose repeats are interleaved, and that an interruption loses; always the same for one folder.
         arena: weights to use. Default: one of default size.
 
     Returns:
@@ -270,38 +269,31 @@ def collect(
         TaskError: a set does not fit one kernel.
         DreamShardError: FBGEMM runs its reference kernels.
     """
-    if block < 1 or repeats < 1:
-        raise TaskError(f"block and repeats must be at least 1, got {block} and {repeats}")
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     measured = [[as_measured(workload) for workload in group] for group in sets]  # as files hold them
-    blocks = [measured[first : first + block] for first in range(0, len(measured), block)]
+    blocks = [measured[first : first + BLOCK] for first in range(0, len(measured), BLOCK)]
     folder, hardware, arena = Path(folder), describe_hardware(device, threads), arena or Arena(device, seed=seed)
     with open_locked(folder / "lock"), intra_op_threads(threads):
         found = _read(folder, blocks, repeats, hardware, seed)
         if progress and found:
             print(f"{folder}: continues after {sum(map(len, found.values()))} sets", file=sys.stderr)
         todo = [index for index in range(len(blocks)) if index not in found and seconds != 0]
-        reference = FusedKernel(REFERENCE_SETS[arena.device.type], arena, seed) if todo else None
-        spreads: list[float] = []
-        start = last = time.monotonic()
-        bar = ("measuring", sum(len(blocks[index]) for index in todo))
-        if seconds is not None:
-            bar = ("measuring, s", math.ceil(seconds))
-        with progress_bar(*bar, progress and bool(todo)) as advance:
+        last, unit = time.monotonic(), "" if seconds is None else ", s"
+        total = sum(len(blocks[index]) for index in todo) if seconds is None else math.ceil(seconds)
+        with progress_bar(f"measuring{unit}", total, progress and bool(todo)) as advance:
             for index in todo:
-                kernels = [FusedKernel(group, arena, seed) for group in blocks[index]]
-                order = torch.Generator().manual_seed(seed + index * block)
-                samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
-                times = [one.samples_ms.tolist() for one in samples]
-                references = [one.reference_ms.tolist() for one in samples if one.reference_ms is not None]
-                found[index] = CostDataset.from_sets(blocks[index], times, hardware, references, seed)
-                found[index].save(folder / f"block-{index}.npz")
-                spreads += [float(one.spread.mean()) for one in samples]
+                groups = (*blocks[index], REFERENCE_SETS[arena.device.type])
+                *kernels, reference = [FusedKernel(group, arena, seed) for group in groups]
+                order = torch.Generator().manual_seed(seed + index * BLOCK)
+                timed = time_groups(kernels, reference, repeats, generator=order)
+                made = CostDataset.from_sets(blocks[index], timed.samples_ms, hardware, timed.reference_ms, seed)
+                made.save(folder / f"block-{index}.npz")
+                found[index] = made
                 begun, last = last, time.monotonic()
-                waiting = sum(one.launch_bound for one in samples) / len(samples)
-                note = f"{len(spreads) / (last - start):.1f} sets/s, spread of repeats {statistics.median(spreads):.1%}"
-                note += f", {waiting:.1%} of the runs launch-bound" if waiting else ""
-                advance(note, len(samples) if seconds is None else last - begun)
+                note = f"{len(made) / (last - begun):.1f} sets/s, spread of repeats {made.spread.mean():.1%}"
+                if waiting := float(timed.launch_bound_N.mean()):
+                    note += f", {waiting:.1%} of the runs launch-bound"
+                advance(note, len(made) if seconds is None else last - begun)
                 if last >= deadline:
                     break
     if not found:

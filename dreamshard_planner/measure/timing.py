@@ -13,7 +13,7 @@ Allocator. Outputs and gradients lie in memory that an earlier run has freed, as
 jemalloc or tcmalloc. glibc's malloc returns blocks of over 32 MiB to the system; a kernel that faults their pages in
 again may take three times as long.
 
-Shapes: R repeats, 2 (forward, backward).
+Shapes: N kernels, R repeats, 2 (forward, backward).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,26 +39,15 @@ _FLUSH_BYTES, _MAX_FLUSHES = 512 << 20, 16
 meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Timed runs of one kernel."""
+class Samples(NamedTuple):
+    """Timed runs of kernels."""
 
     samples_ms: Tensor
-    """Times [R, 2] float64."""
-    reference_ms: Tensor | None = None
-    """Times [R, 2] float64 of the reference kernel, run right before each of them."""
-    launch_bound: float = 0.0
+    """Times [N, R, 2] float64."""
+    reference_ms: Tensor
+    """Times [N, R, 2] float64 of the reference kernel, run right before each of them."""
+    launch_bound_N: Tensor
     """Share of the passes, reference included, during which a GPU may have waited for the host."""
-
-    @property
-    def median_ms(self) -> Tensor:
-        """Medians [2] over the rounds."""
-        return self.samples_ms.quantile(0.5, dim=0)
-
-    @property
-    def spread(self) -> Tensor:
-        """Mean absolute deviation [2] from the median, as a share of it."""
-        return (self.samples_ms - self.median_ms).abs().mean(0) / self.median_ms
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -92,21 +80,21 @@ def freed_memory_kept() -> Iterator[None]:
 @torch.enable_grad()  # whatever the caller's state
 def time_groups(
     kernels: Sequence[FusedKernel],
+    reference: FusedKernel,
     repeats: int,
     warmup: int = 1,
     generator: torch.Generator | None = None,
-    reference: FusedKernel | None = None,
-) -> list[Samples]:
+) -> Samples:
     """Time each kernel ``repeats`` times: ``forward()``, then ``backward()`` with the fused optimizer.
 
     Every round runs all kernels once, in an order of its own, so that a slow spell of the machine hits them alike.
 
     Args:
         kernels: all on one device.
+        reference: a kernel to run right before each of the others; its times tell how fast the machine was then.
         repeats: timed rounds, at least 1.
         warmup: untimed rounds before.
         generator: of the order. Default: seeded with 0.
-        reference: a kernel to run right before each of the others; its times tell how fast the machine was then.
 
     Raises:
         TaskError: there is nothing to time.
@@ -114,28 +102,18 @@ def time_groups(
     """
     if repeats < 1 or not kernels:
         raise TaskError(f"nothing to time: {len(kernels)} kernels, {repeats} repeats")
-    check_kernels(kernels[0].device)
+    check_kernels(reference.device)
     generator = generator or torch.Generator().manual_seed(0)
-    runs = _CudaRuns(kernels[0].device) if kernels[0].device.type == "cuda" else _CpuRuns()
-    for kernel in [*kernels, *([reference] if reference else [])] * warmup:
+    for kernel in [*kernels, reference] * warmup:
         kernel.move()
         kernel.forward()  # FBGEMM's first run on CUDA waits for the device
         kernel.backward()
+    runs = _CudaRuns(reference.device) if reference.device.type == "cuda" else _CpuRuns()
     marks: list[list[Any]] = [[] for _ in kernels]
-    reference_marks: list[list[Any]] = [[] for _ in kernels]
     for _ in range(repeats):
         for position in torch.randperm(len(kernels), generator=generator).tolist():
-            if reference:
-                reference_marks[position].append(runs(reference))
-            marks[position].append(runs(kernels[position]))
-    return [
-        Samples(
-            runs.elapsed_ms(rounds),
-            runs.elapsed_ms(reference_rounds) if reference else None,
-            runs.launch_bound(rounds + reference_rounds),
-        )
-        for rounds, reference_rounds in zip(marks, reference_marks, strict=True)
-    ]
+            marks[position].append((runs(reference), runs(kernels[position])))
+    return runs.samples(marks)
 
 
 def core_use_ns() -> np.ndarray:
@@ -158,11 +136,10 @@ class _CpuRuns:
         kernel.backward()
         return start, middle, self._now()
 
-    def elapsed_ms(self, rounds: list[tuple[int, int, int]]) -> Tensor:
-        return torch.tensor(rounds, dtype=torch.int64).diff(dim=1).double() / 1e6
-
-    def launch_bound(self, rounds: list[tuple[int, int, int]]) -> float:
-        return 0.0
+    def samples(self, marks: list[list[Any]]) -> Samples:
+        """Return times of these runs of the reference and of kernels, [N, R, 2]."""
+        reference_ms, kernel_ms = (torch.tensor(marks, dtype=torch.int64).diff(dim=-1).double() / 1e6).unbind(2)
+        return Samples(kernel_ms, reference_ms, torch.zeros(len(marks)))
 
 
 _CudaPass = tuple[torch.cuda.Event, torch.cuda.Event, bool]
@@ -199,10 +176,10 @@ class _CudaRuns:
         end.record()
         return start, end, launch_bound
 
-    def elapsed_ms(self, rounds: list[tuple[_CudaPass, _CudaPass]]) -> Tensor:
+    def samples(self, marks: list[list[Any]]) -> Samples:
+        """See :meth:`_CpuRuns.samples`."""
         torch.cuda.synchronize()
-        times = [[start.elapsed_time(end) for start, end, _ in passes] for passes in rounds]
-        return torch.tensor(times, dtype=torch.float64)
-
-    def launch_bound(self, rounds: list[tuple[_CudaPass, _CudaPass]]) -> float:
-        return sum(launch_bound for passes in rounds for *_, launch_bound in passes) / (2 * len(rounds))
+        start, end, launch_bound = np.moveaxis(np.array(marks, dtype=object), -1, 0)  # each [N, R, 2, 2]
+        elapsed_ms = np.vectorize(lambda start, end: start.elapsed_time(end), otypes=[np.float64])(start, end)
+        reference_ms, kernel_ms = torch.from_numpy(elapsed_ms).unbind(2)
+        return Samples(kernel_ms, reference_ms, torch.from_numpy(launch_bound.astype(np.float32)).mean((1, 2, 3)))

@@ -11,6 +11,7 @@ from torchrec.distributed.planner import Topology
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dense_ms
 from dreamshard_planner.errors import DatasetError, DreamShardError, FileError, TaskError
+from dreamshard_planner.measure import sets
 from dreamshard_planner.measure.collectives import local_ranks
 from dreamshard_planner.measure.kernels import Arena, check_group
 from dreamshard_planner.measure.sets import BATCH_SIZES, MAX_SET_WORK, collect, draw_sets, set_work
@@ -25,9 +26,14 @@ WHOLE = [
 SMALL_SETS = draw_sets(WHOLE, 12, seed=1, batch_sizes=(4, 8), max_tables=5)
 
 
-def run(sets: list, path: Path, **options) -> CostDataset:
-    options = {"repeats": 2, "progress": False, "block": 2} | options
-    return collect(sets, path, arena=Arena("cpu", size_bytes=4 << 20), **options)
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sets, "BLOCK", 2)
+
+
+def run(some: list, path: Path, **options) -> CostDataset:
+    options = {"repeats": 2, "progress": False} | options
+    return collect(some, path, arena=Arena("cpu", size_bytes=4 << 20), **options)
 
 
 def test_collect_measures_every_set_and_resumes(tmp_path: Path) -> None:
@@ -41,9 +47,9 @@ def test_collect_measures_every_set_and_resumes(tmp_path: Path) -> None:
 
 
 def test_collect_stops_after_its_seconds(tmp_path: Path) -> None:
-    for held in (3, 6):  # a block at least, or no call would ever get further
-        assert len(run(SMALL_SETS, tmp_path / "sets.blocks", seconds=1e-9, block=3)) == held
-    assert len(run(SMALL_SETS, tmp_path / "sets.blocks", seconds=0.0, block=3)) == 6
+    for held in (2, 4):  # a block at least, or no call would ever get further
+        assert len(run(SMALL_SETS, tmp_path / "sets.blocks", seconds=1e-9)) == held
+    assert len(run(SMALL_SETS, tmp_path / "sets.blocks", seconds=0.0)) == 4
     with pytest.raises(DatasetError, match="nothing was measured yet"):
         run(SMALL_SETS, tmp_path / "another", seconds=0.0)
 
