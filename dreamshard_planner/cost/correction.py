@@ -64,26 +64,16 @@ class StageCheck:
         doubt = DOUBT * self.spread * math.sqrt(1 / self.sets + 1 / OTHER_SETS)
         return self.sets >= FEW_SETS and self.after + doubt + OTHER_TABLES <= GOOD
 
-    @property
-    def stage(self) -> str:
-        return f"{self.direction} of {OPTIMIZERS[self.optimizer]}"
-
-    @property
-    def off(self) -> str:
-        """Error of the costs in use, in words."""
-        side = "off" if abs(self.bias) < self.before / 2 else "too low" if self.bias < 0 else "too high"
-        return f"{100 * self.before:.0f} % {side}"
-
     def to_dict(self, observed: bool = False) -> dict[str, Any]:
-        """For JSON; ``said`` is all in words, with what to do about kernels ``observed`` in training, or about sets."""
-        if self.good:
-            verdict = "good"
-        elif observed:
-            verdict = "observe other plans as well"
-        else:
-            verdict = "measure longer" if self.sets < ENOUGH_SETS else "dreamshard train would learn it"
-        now = f"was {self.off}, is now {100 * self.after:.0f} % off" if self.changed else f"is {self.off}"
-        return {**asdict(self), "good": self.good, "said": f"{self.stage} {now}: {verdict}"}
+        """Return fields for JSON; ``said`` has a sentence with advice on kernels ``observed`` in training, or sets."""
+        side = "off" if abs(self.bias) < self.before / 2 else "too low" if self.bias < 0 else "too high"
+        now = f"is {100 * self.before:.0f} % {side}"
+        if self.changed:
+            now = f"was{now[2:]}, is now {100 * self.after:.0f} % off"
+        longer = "measure longer" if self.sets < ENOUGH_SETS else "dreamshard train would learn it"
+        verdict = "good" if self.good else "observe other plans as well" if observed else longer
+        said = f"{self.direction} of {OPTIMIZERS[self.optimizer]} {now}: {verdict}"
+        return {**asdict(self), "good": self.good, "said": said}
 
 
 def errors_in_words(checks: Sequence[StageCheck]) -> str:
@@ -117,7 +107,7 @@ def choose_corrections(
     checks = []
 
     def chance_of(gain_X: Tensor) -> float:
-        """Mean gain of sets drawn at random that may be chance; of kernels of plans, the gain of a single one."""
+        """Return the mean gain of random sets that may be chance; of kernels of plans, the gain of a single one."""
         if half_X is None:
             return float(gain_X.max()) / len(gain_X)
         return DOUBT * float(gain_X.std(unbiased=False)) / math.sqrt(len(gain_X))
@@ -158,11 +148,11 @@ class _Stage:
     """Measured milliseconds."""
 
     def errors(self, factor_N: Tensor) -> Tensor:
-        """Signed relative errors with these numbers, [X]."""
+        """Return signed relative errors with these numbers, [X]."""
         return self.terms_XN @ factor_N / self.label_X - 1
 
     def held_out_errors(self, terms: Sequence[int], fold_X: Tensor, used_N: Tensor) -> Tensor:
-        """Signed relative errors of sets by fits to the other folds, [X]; by ``used_N`` where these are too few."""
+        """Return signed relative errors of sets by fits to the other folds, [X]; by ``used_N`` if these are too few."""
         error_X = self.errors(used_N)
         for fold in fold_X.unique():
             held_out_X = fold_X == fold
@@ -171,8 +161,8 @@ class _Stage:
         return error_X
 
     def fitted(self, terms: Sequence[int], of_X: Tensor | None = None) -> Tensor:
-        """All numbers, [N], some of them fitted to some sets (default: all). Without a scale, rates are added to the
-        uncorrected cost."""
+        """Return all numbers, [N], some of them fitted to some sets (default: all). Without a scale, rates are added to
+        the uncorrected cost."""
         terms_XN, label_X = (self.terms_XN, self.label_X) if of_X is None else (self.terms_XN[of_X], self.label_X[of_X])
         factor_N = torch.tensor(UNCHANGED, dtype=torch.float64)
         fixed_X = terms_XN[:, 0] * (0 not in terms)
@@ -187,7 +177,7 @@ class _Stage:
 
 
 def _stages(compute: ComputeCost, sets: LabelledSets) -> Iterator[_Stage]:
-    """Every optimizer that there are sets of, in both directions."""
+    """Yield every optimizer that there are sets of, in both directions."""
     optimizer_X = optimizer_of(sets.features_SF[sets.offsets_X1[:-1]])
     predicted_X2 = predict_ms(compute, sets).double()
     extent_XE = sets.sum(sets.features_SF[:, columns(EXTENT)].double())
@@ -199,7 +189,7 @@ def _stages(compute: ComputeCost, sets: LabelledSets) -> Iterator[_Stage]:
 
 
 def _least_relative_error(terms_XK: Tensor, fixed_X: Tensor, label_X: Tensor, scaled: bool) -> Tensor:
-    """Factors [K] of terms, none negative, the first one a scale where ``scaled``; outlying sets count little."""
+    """Return factors [K] of terms, none negative, the first one a scale if ``scaled``; outlying sets count little."""
     from scipy.optimize import least_squares
 
     unit_K = (terms_XK / label_X[:, None]).mean(0).clamp_min(1e-12)
