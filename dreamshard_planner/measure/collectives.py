@@ -57,7 +57,7 @@ SKEWS = (1.0, 0.5, 0.25, 0.0)
 LOOKUP_SKEWS = (1.0, 0.0)
 """Share of the first rank's lookups that each other rank gets."""
 FEATURES, LOOKUPS_PER_SAMPLE, ROWS = 4, 10, 100_000  # of the tables of a rank
-WARMUP = 2
+WARMUP, REPEATS = 2, 31
 TRIMMED = 0.1  # share of the repeats left out at either end
 
 
@@ -113,16 +113,13 @@ def read_collectives(path: Path) -> dict[str, Any]:
     return {name: value for name, value in measured.items() if name != "samples_ms"}
 
 
-def measure(
-    device: torch.device, repeats: int = 31, local_world_size: int | None = None, seconds: float = math.inf
-) -> dict[str, Any]:
+def measure(device: torch.device, local_world_size: int | None = None, seconds: float = math.inf) -> dict[str, Any]:
     """Time all payloads on the initialised process group, interleaved, and fit; every rank gets the same result.
 
     Its ``fits`` are of the operations, its ``samples_ms`` operation, bytes, skew and milliseconds of each payload.
 
     Args:
         device: of this rank.
-        repeats: of each payload, at most.
         local_world_size: ranks on a host. Default: all of them.
         seconds: stop after the first repeat that ends later; the same on all ranks.
     """
@@ -132,15 +129,13 @@ def measure(
         raise ValueError("collectives need at least two ranks: torchrun --nproc_per_node=2")
     times: list[list[float]] = []
     generator = torch.Generator().manual_seed(0)
-    while len(times) < repeats + WARMUP:
+    late_1 = torch.zeros(1, device=device)
+    while len(times) < WARMUP + REPEATS and not (late_1 and len(times) > WARMUP):
         order = torch.randperm(len(PAYLOADS), generator=generator).tolist()
         timed = {index: _one(PAYLOADS[index], rank, world_size, device) for index in order}
         times.append([timed[index] for index in range(len(PAYLOADS))])
-        if len(times) > WARMUP and math.isfinite(seconds):
-            late_1 = torch.tensor([float(time.monotonic() > deadline)], device=device)
-            dist.all_reduce(late_1, op=dist.ReduceOp.MAX)
-            if late_1:
-                break
+        late_1.fill_(time.monotonic() > deadline)
+        dist.all_reduce(late_1, op=dist.ReduceOp.MAX)
     times_RP = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(times_RP, op=dist.ReduceOp.MAX)
     times_RP = times_RP[WARMUP:].cpu()
