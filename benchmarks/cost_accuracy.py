@@ -45,6 +45,7 @@ from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.sets import collect, draw_sets
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.pools import pool_tables
 from dreamshard_planner.workload.tables import Table, Workload
 from placements.placers import best_scale

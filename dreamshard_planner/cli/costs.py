@@ -250,7 +250,7 @@ def train(
     if not (roofline or quick):
         kept = config.collectives or resolve("auto", device, threads=threads).metadata.get("collectives")
         # Whatever the user's own are, an interrupted training goes on as it began. On GPUs costs start from bandwidths.
-        start = shipped("cpu") if device is Device.cpu else None
+        start = shipped("cpu") if device == "cpu" else None
         config = replace(config, start=start, collectives=kept)
     if roofline and not quick:
         config = replace(config, reinforce=replace(FROM_SCRATCH, updates=updates or FROM_SCRATCH.updates))

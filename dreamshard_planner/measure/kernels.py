@@ -48,8 +48,6 @@ _MOVES = 32  # drawn at once
 _INPUT_FIELDS = attrgetter(
     "name", "rows", "batch_size", "num_features", "pooling_factor", "distinct_rows", "reuse_histogram"
 )
-_Starts = tuple[list[int], Tensor]
-"""First elements of the windows by table, and by feature on the device."""
 
 
 class Arena:
@@ -58,7 +56,7 @@ class Arena:
     Args:
         device: where kernels run.
         size_bytes: of the weight buffer, one for each weight precision in use. Must exceed the last-level cache many
-            times, or runs find warm rows. Adagrad's states take as much again. Default: 2 GiB on a CPU, a sixth of a
+            times, or runs find warm rows. Optimizer states take as much again. Default: 2 GiB on a CPU, a sixth of a
             GPU's memory.
         seed: of the random windows.
     """
@@ -86,9 +84,9 @@ class Arena:
         return self._weights[dtype]
 
     def states(self, elements: int) -> Tensor:
-        """Return a buffer [N] of at least ``elements`` optimizer states, and of an eighth of the arena's bytes."""
+        """Return a buffer [N] of at least ``elements`` optimizer states."""
         if self._states_N.numel() < elements:
-            self._states_N = torch.full((max(elements, self.size_bytes // 32),), 0.01, device=self.device)
+            self._states_N = torch.full((elements,), 0.01, device=self.device)
         return self._states_N
 
     def noise(self, elements: int) -> Tensor:
@@ -240,16 +238,12 @@ class FusedKernel:
         check_group(workloads)
         first, self.arena, self.device = workloads[0], arena, arena.device
         on_cpu = self.device.type == "cpu"
-        precision = _PRECISION[first.weight_bytes]
-        self._dtype = precision.as_dtype()
-        self._mirrors = first.optimizer == "adagrad"
-        own_bytes = self._dtype.itemsize
-        weight_bytes = 4 if self._mirrors else own_bytes  # no more weights than fp32 states fit there
-        self._capacity = arena.weights(self._dtype).numel() * own_bytes // weight_bytes
+        precision, self._has_states = _PRECISION[first.weight_bytes], first.optimizer != "sgd"
+        self._weights_N = arena.weights(precision.as_dtype())
+        # States lie where the weights do: no more weights than fp32 states fit there.
+        self._capacity = self._weights_N.nbytes // (4 if self._has_states else self._weights_N.itemsize)
         held = [min(w.rows, self._capacity // w.dim) for w in workloads]
         self._sizes = [rows * w.dim for rows, w in zip(held, workloads, strict=True)]
-        self._state_sizes = [0] * len(held) if first.optimizer == "sgd" else held
-
         inputs = [arena.inputs(w, rows, seed) for w, rows in zip(workloads, held, strict=True)]
         self.indices_L = torch.cat([indices for indices, _ in inputs])
         lengths_FB = torch.cat([lengths for _, lengths in inputs])
@@ -274,31 +268,22 @@ class FusedKernel:
             shape = (lookups, first.dim)
         self.grad_O = arena.noise(shape[0] * shape[1]).view(shape)
         self._output_O: Tensor | None = None
-        self._moves: list[tuple[_Starts, _Starts]] = []
+        self._moves: list[tuple[list[int], Tensor]] = []
+        """First elements of the windows by table, and by feature on the device."""
         self.move()
 
     def move(self) -> None:
         """Move the tables to random windows of the arena, so that the next run finds cold rows."""
-        arena, states_N = self.arena, None
-        if any(self._state_sizes):
-            states_N = arena.states(self._capacity if self._mirrors else sum(map(_aligned, self._state_sizes)))
         if not self._moves:
-            weights = states = self._windows(self._sizes, self._capacity)
-            if states_N is not None and not self._mirrors:  # where FBGEMM's CPU kernel finds Adagrad's states
-                states = self._windows(self._state_sizes, states_N.numel())
-            self._moves = list(zip(weights, states, strict=True))
-        of_weights, of_states = self._moves.pop()
-        self.module.use_window("weights", arena.weights(self._dtype), *of_weights)
-        if states_N is not None:
-            self.module.use_window("momentum1", states_N, *of_states)
-
-    def _windows(self, sizes: list[int], capacity: int) -> list[_Starts]:
-        """Return random starts of all tables, and of features on the device, for many moves: a copy to a GPU waits for
-        its queue."""
-        starts_MT = [self.arena.windows(sizes, capacity) for _ in range(_MOVES)]
-        offsets = [[starts[table] for table in self.module.feature_table_map] for starts in starts_MT]
-        offsets_MF = torch.tensor(offsets, dtype=torch.int64).to(self.device)
-        return list(zip(starts_MT, offsets_MF.unbind(), strict=True))
+            # A copy to a GPU waits for its queue, so that many moves are drawn at once.
+            starts_MT = [self.arena.windows(self._sizes, self._capacity) for _ in range(_MOVES)]
+            offsets = [[starts[table] for table in self.module.feature_table_map] for starts in starts_MT]
+            offsets_MF = torch.tensor(offsets, dtype=torch.int64).to(self.device)
+            self._moves = list(zip(starts_MT, offsets_MF.unbind(), strict=True))
+        starts = self._moves.pop()
+        self.module.use_window("weights", self._weights_N, *starts)
+        if self._has_states:
+            self.module.use_window("momentum1", self.arena.states(self._capacity), *starts)
 
     def forward(self) -> Tensor:
         """Run the forward pass, and return its output: [B, sum of F * dim] pooled, [L, dim] for sequences."""

@@ -31,7 +31,7 @@ BUSY_SHARE = 0.25
 POOL = "broad"
 """Default tables to measure with."""
 _MAX_TABLES, _MAX_WORK, _REPEATS = 40, {"cpu": 30e6, "cuda": 2.5e9}, 3  # small sets: a minute measures many
-_ARENA_BYTES = {"cpu": 1 << 30}  # of weights; Adagrad's states take as much again
+_ARENA_BYTES = {"cpu": 1 << 30}  # of weights; optimizer states take as much again
 
 
 def calibrate(

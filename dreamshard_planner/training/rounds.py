@@ -19,8 +19,7 @@ from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import MAX_TABLES, SHARD_SHARE, collect, draw_sets, most_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.support.files import check_writable
-from dreamshard_planner.training.config import TrainingConfig
-from dreamshard_planner.training.policies import DrawnTask, improve, proposed_sets, validate_policy
+from dreamshard_planner.training.policies import DrawnTask, TrainingConfig, improve, proposed_sets, validate_policy
 from dreamshard_planner.workload.pools import pool_tables
 from dreamshard_planner.workload.tables import Workload
 

@@ -28,7 +28,7 @@ from dreamshard_planner.cost.roofline import GPU_KERNELS, RooflineCost
 from dreamshard_planner.errors import CheckpointError, TaskError
 from dreamshard_planner.measure.sets import draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
-from dreamshard_planner.training.config import QUICK
+from dreamshard_planner.training import QUICK
 from dreamshard_planner.workload.features import FEATURE_INDEX, columns, feature_matrix
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.pools import meta_like, pool_tables, split_tables
