@@ -42,13 +42,13 @@ Mark = Any
 """A moment: a CUDA event, or on a CPU nanoseconds of the host's clock and of this thread's."""
 
 COLLECTIVES = {
-    "all_to_all_single": ("all_to_all", "input", 1),
-    "reduce_scatter_tensor": ("reduce_scatter", "input", 1),
-    "reduce_scatter": ("reduce_scatter", "input_list", 1),
-    "all_gather_into_tensor": ("all_gather", "input_tensor", 1),
-    "all_gather": ("all_gather", "tensor", 1),
+    "all_to_all_single": ("all_to_all", "input"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "reduce_scatter": ("reduce_scatter", "input_list"),
+    "all_gather_into_tensor": ("all_gather", "input_tensor"),
+    "all_gather": ("all_gather", "tensor"),
 }
-"""Functions of ``torch.distributed`` that TorchRec calls: operation, name and position of the argument sent."""
+"""Functions of ``torch.distributed`` that TorchRec calls: operation, and name of the second argument, which is sent."""
 CARRIED = {"torchrec.distributed.comm_ops": "outputs", "torchrec.distributed.dist_data": "lookups"}
 """Payload by calling module; calls from elsewhere are not the embeddings'."""
 
@@ -87,18 +87,14 @@ class Step:
     """A step that is timed."""
 
     index: int
-    start: Mark = None
-    amounts: dict[str, float] = field(default_factory=dict)
+    start: Mark
+    amounts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     intervals: list[tuple[str, Mark, Mark, bool]] = field(default_factory=list)
     backward_runs: bool = False
 
     def add(self, name: str, start: Mark, end: Mark, computed: bool = False) -> None:
         """Add an interval, see :meth:`DeviceClock.elapsed_ms`; equal names add up, except :data:`TOGETHER`."""
         self.intervals.append((name, start, end, computed))
-
-    def count(self, name: str, amount: float) -> None:
-        """Add to a sum."""
-        self.amounts[name] = self.amounts.get(name, 0.0) + amount
 
 
 class StepRecorder:
@@ -109,27 +105,24 @@ class StepRecorder:
         self.clock = clock
         self.steps = 0  # that have ended, timed or not
         self.current: Step | None = None
-        self._start: Mark = None
+        self._runs = False  # a step, timed or not
         self._stride = 1
         self._pending: deque[Step] = deque()
         self._kept: dict[int, dict[str, float]] = {}
 
     def end_step(self, now: Mark) -> None:
         """End the current step, if there is one: the model is evaluated."""
-        if self._start is None:
-            return
         if self.current is not None:
-            self.current.add("step", self._start, now)
+            self.current.add("step", self.current.start, now)
             self._pending.append(self.current)
-        self.steps += 1
-        self._start = self.current = None
+        self.steps += self._runs
+        self._runs, self.current = False, None
 
     def next_step(self) -> None:
         """End the current step, since the forward pass of another one begins."""
         now = self.clock.mark()
         self.end_step(now)
-        self._start = now
-        self.current = None if self.steps % self._stride else Step(self.steps, now)
+        self._runs, self.current = True, None if self.steps % self._stride else Step(self.steps, now)
         # A step's lookups may still be exchanged in the next one, and the device may lag.
         while len(self._pending) > 1 and all(self.clock.reached(end) for _, _, end, _ in self._pending[0].intervals):
             self._keep(self._pending.popleft())
@@ -143,7 +136,7 @@ class StepRecorder:
                 for union in (name, f"{name.partition(' ')[0]} {name.rpartition(' ')[2]} together"):
                     together[union].append((begun_ms, ended_ms))
             else:
-                step.count(name, self.clock.elapsed_ms(start, end, computed))
+                amounts[name] += self.clock.elapsed_ms(start, end, computed)
         amounts |= {name: covered_ms(intervals) for name, intervals in together.items()}
         if all(name in amounts for name in NEEDED):
             self._kept[step.index] = amounts
@@ -270,8 +263,9 @@ class Hooks:
             starts.clear()
             if (step := self._recorder.current) is not None:
                 both = {**dict(zip(("indices", "offsets"), given, strict=False)), **named}
-                step.count(f"{name} lookups", both["indices"].numel())
-                step.count(f"{name} samples", (both["offsets"].numel() - 1) // max(1, kernel.config.num_features()))
+                step.amounts[f"{name} lookups"] += both["indices"].numel()
+                features = max(1, kernel.config.num_features())
+                step.amounts[f"{name} samples"] += (both["offsets"].numel() - 1) // features
                 starts.append(self._clock.mark())
 
         def add(step: Step, way: str, start: Mark) -> None:
@@ -314,7 +308,7 @@ class Hooks:
 
             def arrived(lookups: Any) -> Any:
                 step.add("input_dist", start, self._clock.mark())
-                step.count("input_dist calls", 1)
+                step.amounts["input_dist calls"] += 1
                 return lookups
 
             def sent(arriving: Any) -> Awaitable[Any]:
@@ -345,7 +339,7 @@ class Hooks:
         step, caller = self._recorder.current, sys._getframe(1).f_globals.get("__name__", "")
         if step is None or caller not in CARRIED:
             return original(*given, **named)
-        ended = self._safe(self._begin_collective)(step, CARRIED[caller], *COLLECTIVES[function], given, named)
+        ended = self._safe(self._begin_collective)(step, CARRIED[caller], function, given, named)
         work = original(*given, **named)
         if ended is None:
             return work
@@ -355,26 +349,20 @@ class Hooks:
         return _TimedWork(work, self._clock, ended)
 
     def _begin_collective(
-        self,
-        step: Step,
-        carried: str,
-        operation: str,
-        argument: str,
-        place: int,
-        given: tuple[Any, ...],
-        named: dict[str, Any],
+        self, step: Step, carried: str, function: str, given: tuple[Any, ...], named: dict[str, Any]
     ) -> Callable[..., None]:
         """Count a collective; return what adds its times, given the moment since which this rank waits, if it does."""
+        operation, argument = COLLECTIVES[function]
         group, forward = named.get("group"), not compat.is_in_backward()
         if not forward:
             self._backward(step)
         among = "" if (ranks := dist.get_world_size(group)) == dist.get_world_size() else f" of {ranks}"
         way = "" if carried == "lookups" else " forward" if forward else " backward"
         name = f"{carried} {operation}{among}{way}"
-        sent = named[argument] if argument in named else given[place]
+        sent = named[argument] if argument in named else given[1]
         splits = named.get("input_split_sizes", given[3] if len(given) > 3 else None)
-        step.count(f"{name} calls", 1)
-        step.count(f"{name} bytes", sent_bytes(operation, sent, splits, group))
+        step.amounts[f"{name} calls"] += 1
+        step.amounts[f"{name} bytes"] += sent_bytes(operation, sent, splits, group)
         known, start = len(step.intervals), self._clock.mark()
 
         def ended(waits: Mark = None) -> None:

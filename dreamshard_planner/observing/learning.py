@@ -1,7 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Correct a checkpoint's costs of kernels and exchanges by observed training steps.
 
-Shapes: X exchanges, D ranks, 2 = bytes of lookups and of ids to sort, or latency and bytes.
+Shapes: X exchanges, D ranks, 2 = bytes of lookups and of ids to sort, or latency and bytes. Of an exchange 4: calls,
+most bytes that any rank sends or receives, bytes of all ranks, milliseconds.
 """
 
 from __future__ import annotations
@@ -168,9 +169,10 @@ def observed_sets(observation: Observation) -> tuple[LabelledSets, frozenset[str
     ranks = ((run, rank) for run in observation.runs for rank in run.ranks)
     for run, rank in ranks:
         for index, kernel in enumerate(rank.kernels):
-            workloads, reason = _workloads(run, rank, index, kernel)
-            if reason:
-                left_out[reason] = None
+            try:
+                workloads = _workloads(run, rank, index, kernel)
+            except ObservationError as error:
+                left_out[str(error)] = None
                 continue
             parts = tuple(sorted((table.name, table.size) for table in kernel.tables))
             asked = sum(one.lookups for one in workloads), sum(one.distinct_rows for one in workloads)
@@ -185,47 +187,31 @@ def observed_sets(observation: Observation) -> tuple[LabelledSets, frozenset[str
     return sets, frozenset(kind for kind, *_ in found), list(left_out)
 
 
-def _workloads(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel) -> tuple[list[Workload], str]:
-    """Return a kernel's workloads, or the reason why they are unknown."""
+def _workloads(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel) -> list[Workload]:
+    """Return a kernel's workloads; ObservationError says why they are unknown."""
     name = f"{kernel.sharding_type} of {kernel.tables[0].name}"
     if kernel.kernel == DENSE:
-        return [], f"{name}: replicas are updated outside their kernels; observe a plan whose tables are sharded"
+        raise ObservationError(
+            f"{name}: replicas are updated outside their kernels; observe a plan whose tables are sharded"
+        )
     if kernel.kernel != FUSED:
-        return [], f"{kernel.kernel} kernels take more than their own time"
+        raise ObservationError(f"{kernel.kernel} kernels take more than their own time")
     if not all(rank.median(f"kernel {index} {way}") > 0 for way in ("lookups", "forward", "backward")):
-        return [], f"{name}: the kernel looked nothing up, or was not trained"
-    try:
-        workloads = kernel.workloads(run.statistics)
-    except ObservationError as error:
-        return [], str(error)
+        raise ObservationError(f"{name}: the kernel looked nothing up, or was not trained")
+    workloads = kernel.workloads(run.statistics)
     told, read = sum(one.lookups for one in workloads), rank.median(f"kernel {index} lookups")
     if abs(told - read) > OTHER_LOOKUPS * read:
-        return [], f"{name}: the kernel reads {read:,.0f} ids a step, and the batches have {told:,.0f} for it"
-    return workloads, ""
+        raise ObservationError(
+            f"{name}: the kernel reads {read:,.0f} ids a step, and the batches have {told:,.0f} for it"
+        )
+    return workloads
 
 
 # Exchanges
 
 
-@dataclass(frozen=True)
-class ObservedExchange:
-    """All calls of one operation in one pass of a run's steps; all of a run's exchanges of lookups."""
-
-    operation: str
-    calls: float
-    slowest_bytes: float
-    """Most bytes that any rank sends or receives."""
-    total_bytes: float
-    ms: float
-
-    def shares(self, model: CollectiveFit | CollectiveModel) -> tuple[float, float]:
-        """Return predicted latency and byte time, as shares of the observed time."""
-        bytes_ms = self.slowest_bytes / model.bytes_per_ms + self.total_bytes / model.shared_bytes_per_ms
-        return self.calls * model.latency_ms / self.ms, bytes_ms / self.ms
-
-    def off(self, model: CollectiveFit | CollectiveModel) -> float:
-        """Return the signed relative error of a prediction."""
-        return sum(self.shares(model)) - 1
+Exchange = tuple[str, tuple[float, float, float, float]]
+"""Operation and figures of all its calls in one pass of a run's steps; for lookups, of all their exchanges."""
 
 
 @dataclass(frozen=True)
@@ -233,26 +219,32 @@ class Slowdown:
     """Factors between a model of an operation and its observed exchanges. The shares of the slowest rank's bytes and of
     all ranks' bytes are kept, since few runs tell them apart."""
 
-    latency_times: float
-    bytes_times: float
-    relative_error: float = 0.0
+    times_2: np.ndarray  # of latency and of bytes
+    relative_error: float
+
+    @classmethod
+    def fitted(cls, shares_X2: np.ndarray) -> Slowdown:
+        """Fit exchanges, given as :func:`_shares`, by robust least squares."""
+        level = -np.log(np.median(shares_X2.sum(1)))
+
+        def off(log_2: np.ndarray) -> np.ndarray:
+            return np.append(np.log(shares_X2 @ np.exp(log_2)), TOGETHER * (log_2[0] - log_2[1]))
+
+        times_2 = np.exp(least_squares(off, [level, level], loss="soft_l1", f_scale=OUTLYING).x)
+        return cls(times_2, float(np.median(np.abs(shares_X2 @ times_2 - 1))))
 
     @classmethod
     def mean(cls, some: Sequence[Slowdown]) -> Slowdown:
         """Return the geometric mean of some operations' factors, with the mean of their errors."""
-        latency_times = math.exp(fmean(math.log(one.latency_times) for one in some))
-        bytes_times = math.exp(fmean(math.log(one.bytes_times) for one in some))
-        return cls(latency_times, bytes_times, fmean(one.relative_error for one in some))
+        times_2 = np.exp(np.mean([np.log(one.times_2) for one in some], axis=0))
+        return cls(times_2, fmean(one.relative_error for one in some))
 
-    def at_least_one(self) -> Slowdown:
-        """Return the same without speed-ups."""
-        return replace(self, latency_times=max(1.0, self.latency_times), bytes_times=max(1.0, self.bytes_times))
-
-    def of(self, model: CollectiveModel) -> CollectiveFit:
-        """Return the model slowed down."""
-        latency_ms = self.latency_times * model.latency_ms
+    def of(self, model: CollectiveModel, least: float = 0.0) -> CollectiveFit:
+        """Return the model slowed down, by at least some factor."""
+        latency_times, bytes_times = np.maximum(self.times_2, least).tolist()
         slowest, shared = (min(rate, MAX_BYTES_PER_MS) for rate in (model.bytes_per_ms, model.shared_bytes_per_ms))
-        return CollectiveFit(latency_ms, slowest, shared, self.relative_error).slowed(self.bytes_times)
+        fit = CollectiveFit(latency_times * model.latency_ms, slowest, shared, self.relative_error)
+        return fit.slowed(bytes_times)
 
 
 def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
@@ -272,19 +264,20 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     ranks = attrgetter("hosts", "world_size", "backend")
     alike = [run for run in whole if ranks(run) == ranks(first)]
     links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
-    seen, more_bytes = defaultdict[str, list[ObservedExchange]](list), bag_bytes(str(observation.hardware["device"]))
+    figures, more_bytes = defaultdict(list), bag_bytes(str(observation.hardware["device"]))
     for run in alike:
-        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing, more_bytes)):
-            seen[one.operation].append(one)
+        for operation, exchange_4 in (*_of_outputs(run), *_of_lookups(run, links.bucketing, more_bytes)):
+            figures[operation].append(exchange_4)
+    seen = {operation: np.array(exchanges) for operation, exchanges in figures.items()}
     learned: dict[str, Slowdown] = {}
     said = []
-    found = {operation: _learned(points, links) for operation, points in seen.items()}
+    found = {operation: _learned(seen_X4, operation, links) for operation, seen_X4 in seen.items()}
     outputs = [fit for operation, (fit, *_) in found.items() if fit is not None and operation in OPERATIONS]
     slower = Slowdown.mean(outputs) if outputs else None
     for operation, (fit, before, after) in found.items():
         now = f"are now {100 * after:.0f} % off"
         if fit is None and slower is not None:
-            fit, now = _as_seen_once(seen[operation], links, slower), "are now as in the only run"
+            fit, now = _as_seen_once(seen[operation], operation, links, slower), "are now as in the only run"
         if fit is not None:
             learned[operation] = fit
             what = operation if operation in LOOKUPS else f"outputs by {operation}"
@@ -309,7 +302,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
             fits[operation] = measured.get(operation)
             assumed += [operation] * (fits[operation] is not None and not model.is_measured)
         else:
-            fits[operation] = (slower.at_least_one() if model.is_measured else slower).of(model)
+            fits[operation] = slower.of(model, least=1.0 if model.is_measured else 0.0)
             assumed.append(operation)
     return {
         "backend": first.backend,
@@ -322,7 +315,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     }, said
 
 
-def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
+def _of_outputs(run: ObservedRun) -> Iterator[Exchange]:
     """Yield exchanges between all ranks, unless other work hides their time. Operations on their way together share
     it."""
     if run.hides_outputs:
@@ -338,10 +331,10 @@ def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
         sent_D = np.array(forward.bytes) * (total / max(sum(forward.bytes), 1.0))
         received_D = (total - sent_D) / (run.world_size - 1)
         slowest = float(max(sent_D.max(), received_D.max()))
-        yield ObservedExchange(operation, one.calls, slowest, total, share * one.ms)
+        yield operation, (one.calls, slowest, total, share * one.ms)
 
 
-def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, more_bytes: float) -> Iterator[ObservedExchange]:
+def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, more_bytes: float) -> Iterator[Exchange]:
     """Yield the exchange of lookups between all ranks, with the bytes that the cost counts for the run's plan.
 
     Args:
@@ -373,31 +366,37 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, more_bytes:
     calls_X = torch.tensor([lookup_exchanges(weighted[key]) for key in sent], dtype=torch.float64)
     calls, slowest, total = float(calls_X[slowest_X > 0].sum()), float(slowest_X.sum()), float(bytes_XD.sum())
     if calls and run.lookups_ms > sorting_ms:
-        yield ObservedExchange("lookups", calls, slowest, total * (run.world_size - 1), run.lookups_ms - sorting_ms)
+        yield "lookups", (calls, slowest, total * (run.world_size - 1), run.lookups_ms - sorting_ms)
 
 
-def _learned(points: Sequence[ObservedExchange], links: Links) -> tuple[Slowdown | None, float, float]:
-    """Return a fit that is better on held-out points, if any, and the mean errors before and after; before, that of an
-    operation that is not counted is 1."""
-    model: CollectiveModel | None = getattr(links, points[0].operation)
-    before = 1.0 if model is None else float(np.mean([abs(one.off(model)) for one in points]))
-    like = _like(links, points[0].operation)
-    if len(points) < 2:
+def _learned(seen_X4: np.ndarray, operation: str, links: Links) -> tuple[Slowdown | None, float, float]:
+    """Return a fit that is better on held-out exchanges, if any, and the mean errors before and after; before, that of
+    an operation that is not counted is 1."""
+    model = getattr(links, operation)
+    before = 1.0 if model is None else float(np.abs(_shares(seen_X4, model).sum(1) - 1).mean())
+    if len(seen_X4) < 2:
         return None, before, before
-    held_out = [one.off(_fit([other for other in points if other is not one], like).of(like)) for one in points]
-    after = float(np.abs(held_out).mean())
-    return (_fit(points, like) if after < before - LEAST_GAIN else None), before, after
+    shares_X2 = _shares(seen_X4, _like(links, operation))
+    fits = [Slowdown.fitted(np.delete(shares_X2, at, 0)) for at in range(len(shares_X2))]
+    after = fmean(abs(shares_2 @ fit.times_2 - 1) for fit, shares_2 in zip(fits, shares_X2, strict=True))
+    return (Slowdown.fitted(shares_X2) if after < before - LEAST_GAIN else None), before, after
 
 
-def _as_seen_once(points: Sequence[ObservedExchange], links: Links, slower: Slowdown) -> Slowdown | None:
-    """Return the fit to the only point of an operation, if outputs confirm it: by their slowdown the point is predicted
-    nearer, as a factor, than before."""
-    if len(points) > 1:
+def _as_seen_once(seen_X4: np.ndarray, operation: str, links: Links, slower: Slowdown) -> Slowdown | None:
+    """Return the fit to the only exchange of an operation, if outputs confirm it: by their slowdown the exchange is
+    predicted nearer, as a factor, than before."""
+    if len(seen_X4) > 1:
         return None
-    (one,), operation = points, points[0].operation
-    model, like = getattr(links, operation), _like(links, operation)
-    before = math.inf if model is None else abs(math.log1p(one.off(model)))
-    return _fit(points, like) if abs(math.log1p(one.off(slower.of(like)))) < before else None
+    model, shares_X2 = getattr(links, operation), _shares(seen_X4, _like(links, operation))
+    before = math.inf if model is None else abs(math.log(_shares(seen_X4, model).sum()))
+    return Slowdown.fitted(shares_X2) if abs(math.log((shares_X2 @ slower.times_2).sum())) < before else None
+
+
+def _shares(seen_X4: np.ndarray, model: CollectiveModel) -> np.ndarray:
+    """Return predicted latency and byte time, as shares of the observed times, [X, 2]."""
+    calls_X, slowest_X, total_X, ms_X = seen_X4.T
+    bytes_ms_X = slowest_X / model.bytes_per_ms + total_X / model.shared_bytes_per_ms
+    return np.stack([calls_X * model.latency_ms, bytes_ms_X], -1) / ms_X[:, None]
 
 
 def _like(links: Links, operation: str) -> CollectiveModel:
@@ -405,15 +404,3 @@ def _like(links: Links, operation: str) -> CollectiveModel:
     at least :data:`LATENCY_MS`."""
     model: CollectiveModel = getattr(links, operation) or links.all_to_all
     return replace(model, latency_ms=max(model.latency_ms, LATENCY_MS))
-
-
-def _fit(points: Sequence[ObservedExchange], like: CollectiveModel) -> Slowdown:
-    """Fit the factors of latency and bytes by robust least squares."""
-    shares_X2 = np.array([one.shares(like) for one in points])
-    level = -np.log(np.median(shares_X2.sum(1)))
-
-    def off(log_2: np.ndarray) -> np.ndarray:
-        return np.append(np.log(shares_X2 @ np.exp(log_2)), TOGETHER * (log_2[0] - log_2[1]))
-
-    fit = Slowdown(*np.exp(least_squares(off, [level, level], loss="soft_l1", f_scale=OUTLYING).x).tolist())
-    return replace(fit, relative_error=float(np.median([abs(one.off(fit.of(like))) for one in points])))

@@ -8,7 +8,7 @@ its predicted costs if a ``DreamShardPlanner`` made it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import escape
@@ -50,17 +50,12 @@ class ObservedTable:
     """A kernel's table, or part of one."""
 
     __pydantic_config__: ClassVar = STRICT
-    name: str
-    """Fully qualified name."""
+    name: str  # fully qualified
     features: Annotated[tuple[str, ...], Field(min_length=1)]
-    rows: Several
-    """Rows of the whole table."""
+    rows: Several  # of the whole table
     dim: Several
-    """Columns of the whole table."""
-    offset: tuple[Count, Count]
-    """First row and column of the part."""
+    offset: tuple[Count, Count]  # first row and column of the part
     size: tuple[Count, Count]
-    """Rows and columns of the part."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +64,13 @@ class ObservedKernel:
 
     __pydantic_config__: ClassVar = STRICT
     sharding_type: Annotated[str, one_of(SHARDING_TYPES)]
-    kernel: str
-    """TorchRec's compute kernel."""
+    kernel: str  # TorchRec's name
     optimizer: Annotated[str, one_of(OPTIMIZERS)]
     memory: Annotated[str, one_of(MEMORIES)]
     pooled: bool
     weighted: bool
     weight_bytes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    samples: Count
-    """Samples of a batch that the kernel sees."""
+    samples: Count  # of a batch that the kernel sees
     tables: Annotated[tuple[ObservedTable, ...], Field(min_length=1)]
 
     @property
@@ -87,7 +80,7 @@ class ObservedKernel:
 
     @property
     def bags(self) -> int:
-        """Bags of a step, pooled or not."""
+        """Bags of a step."""
         return self.samples * sum(len(table.features) for table in self.tables)
 
     def lookup_bytes(self, lookups: float) -> float:
@@ -126,10 +119,8 @@ class RankSteps:
 
     __pydantic_config__: ClassVar = STRICT
     rank: Count
-    steps: Count
-    """Steps of the run."""
-    kept: tuple[int, ...]
-    """Indices of the recorded steps."""
+    steps: Count  # of the run
+    kept: tuple[int, ...]  # indices of the recorded steps
     columns: dict[str, tuple[float, ...]]
     """Values of each recorded step, times in milliseconds:
 
@@ -147,15 +138,15 @@ class RankSteps:
         if odd := next((name for name, values in self.columns.items() if len(values) != len(self.kept)), None):
             raise ValueError(f"{odd!r} has {len(self.columns[odd])} values of {len(self.kept)} steps")
 
-    def column(self, name: str) -> tuple[float, ...]:
-        """Return values of the recorded steps; zeros for an unknown column."""
-        return self.columns.get(name) or (0.0,) * len(self.kept)
+    def values(self, name: str, steps: Sequence[int]) -> np.ndarray:
+        """Return a column's values of some recorded steps; zeros for an unknown column."""
+        known = dict(zip(self.kept, self.columns.get(name, ()), strict=False))
+        return np.array([known.get(step, 0.0) for step in steps])
 
     def median(self, name: str) -> float:
-        """Return a column's median after the warm-up; 0 for an unknown column."""
-        values = self.column(name)
-        late = [value for index, value in zip(self.kept, values, strict=True) if index >= WARM_UP]
-        return float(np.median(late or values or [0.0]))
+        """Return a column's median after the warm-up; 0 for an unknown column, or without steps."""
+        steps = _after_warm_up(self.kept)
+        return float(np.median(self.values(name, steps))) if steps else 0.0
 
     def kernel_ms(self, way: str) -> float:
         """Return the time of a step's kernels, ``forward`` or ``backward``."""
@@ -167,13 +158,11 @@ class ObservedRun:
     """Steps of one job under one plan."""
 
     __pydantic_config__: ClassVar = STRICT
-    id: str
-    """Id that all ranks share."""
+    id: str  # equal on all ranks
     started: str
     world_size: Several
     hosts: Several
-    backend: str
-    """Backend of the process group."""
+    backend: str  # of the process group
     plan: SavedPlan | None
     """Plan with its prediction; None on all ranks but 0, and without a ``DreamShardPlanner``."""
     planned_lookups: dict[str, float]
@@ -255,20 +244,14 @@ class ObservedRun:
 
         The first is a column minus another; the second subtracts the rank's waits too, and is 0 without any.
         """
-        together = set.intersection(*(set(rank.kept) for rank in self.ranks))
-        late = sorted(index for index in together if index >= WARM_UP) or sorted(together)
-        if not late:
+        steps = _after_warm_up(set.intersection(*(set(rank.kept) for rank in self.ranks)))
+        if not steps:
             return 0.0, 0.0
-        own_RX, beside_RX = [], []
-        for rank in self.ranks:
-            at = [rank.kept.index(index) for index in late]
-            own_X = (np.array(rank.column(column)) - np.array(rank.column(without)))[at]
-            waits = [np.array(rank.columns[name])[at] for name in waited if name in rank.columns]
-            own_RX.append(own_X)
-            beside_RX.append(own_X - sum(waits) if waits else 0 * own_X)
-        last_1X = np.argmin(own_RX, 0)[None]
-        ms, beside_ms = (np.median(np.take_along_axis(np.array(each), last_1X, 0)) for each in (own_RX, beside_RX))
-        return float(ms), float(beside_ms)
+        own_RX = np.array([rank.values(column, steps) - rank.values(without, steps) for rank in self.ranks])
+        waits_RX = np.array([sum((rank.values(name, steps) for name in waited), 0 * own_RX[0]) for rank in self.ranks])
+        last_X = own_RX.argmin(0), np.arange(len(steps))
+        beside_RX = np.where(waits_RX > 0, own_RX - waits_RX, 0.0)
+        return float(np.median(own_RX[last_X])), float(np.median(beside_RX[last_X]))
 
 
 @dataclass(frozen=True)
@@ -278,14 +261,16 @@ class ObservedCollective:
     ms: float
     """Time that it adds to a step: that of the last rank in each step, without kernels that ran meanwhile. Exact only
     if all ranks were observed."""
-    span_ms: tuple[float, ...]
-    """Time from start to result, by rank."""
-    waited_ms: tuple[float, ...]
-    """Idle part of the span, by rank."""
-    bytes: tuple[float, ...]
-    """Bytes sent to other ranks, by rank."""
-    calls: float
-    """Calls in a step."""
+    span_ms: tuple[float, ...]  # from start to result, by rank
+    waited_ms: tuple[float, ...]  # idle part of the span, by rank
+    bytes: tuple[float, ...]  # to other ranks, by rank
+    calls: float  # in a step
+
+
+def _after_warm_up(steps: Iterable[int]) -> list[int]:
+    """Return the steps after the warm-up, in order; all if no others follow it."""
+    known = sorted(steps)
+    return [index for index in known if index >= WARM_UP] or known
 
 
 def _told(hardware: dict[str, str | int]) -> dict[str, str | int]:
@@ -378,7 +363,10 @@ class Observation:
                 )
         runs: dict[str, ObservedRun] = {}
         for run in (run for one in named.values() for run in one.runs):
-            runs[run.id] = _joined(runs[run.id], run) if run.id in runs else run
+            known = runs.setdefault(run.id, run)
+            ranks = {rank.rank: rank for rank in sorted((*run.ranks, *known.ranks), key=lambda one: one.steps)}
+            with_plan = run if known.plan is None else known
+            runs[run.id] = replace(with_plan, ranks=tuple(ranks[rank] for rank in sorted(ranks)))
         return cls(named[first].hardware, tuple(runs.values()))
 
 
@@ -392,8 +380,3 @@ def files_of(path: Path) -> list[Path]:
     ranks = path.parent.glob(f"{escape(path.stem)}.*{escape(path.suffix)}") if not path.exists() else ()
     number = slice(len(path.stem) + 1, -len(path.suffix) or None)
     return sorted(file for file in ranks if file.name[number].isdecimal()) or [path]
-
-
-def _joined(run: ObservedRun, other: ObservedRun) -> ObservedRun:
-    ranks = {rank.rank: rank for rank in sorted((*other.ranks, *run.ranks), key=lambda one: one.steps)}
-    return replace(run if run.plan is not None else other, ranks=tuple(ranks[rank] for rank in sorted(ranks)))
