@@ -148,9 +148,9 @@ class RankSteps:
         steps = _after_warm_up(self.kept)
         return float(np.median(self.values(name, steps))) if steps else 0.0
 
-    def kernel_ms(self, way: str) -> float:
-        """Return the time of a step's kernels, ``forward`` or ``backward``."""
-        return sum(self.median(f"kernel {index} {way}") for index in range(len(self.kernels)))
+    def kernel_ms(self, *ways: str) -> float:
+        """Return the time of a step's kernels, ``forward``, ``backward`` or both."""
+        return sum(self.median(f"kernel {index} {way}") for way in ways for index in range(len(self.kernels)))
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class ObservedRun:
     def embedding_share(self) -> float | None:
         """Share of kernels, outputs and lookups in a step, the mean of the ranks; None without times of steps."""
         step_ms = fmean(rank.median("step") for rank in self.ranks)
-        kernels_ms = fmean(rank.kernel_ms("forward") + rank.kernel_ms("backward") for rank in self.ranks)
+        kernels_ms = fmean(rank.kernel_ms("forward", "backward") for rank in self.ranks)
         known_ms = kernels_ms + self.outputs_ms + (self.lookups_ms or 0.0)
         return min(1.0, known_ms / step_ms) if step_ms else None
 
