@@ -32,7 +32,7 @@ from dlrm.options import Node, cpu_rank
 from dlrm.random_models import RandomJob, RandomModel, Tables, mean_ratio, ratio
 from dlrm.steps import training_step
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
-from dreamshard_planner.observing.automatic import STEPS, WARM_UP_STEPS
+from dreamshard_planner.observing.observer import STEPS, WARM_UP_STEPS
 
 BASE, STARTS = "torchrec", ("start 1", "start 2", "start 3")
 MOST_ROWS = (5_000, 100_000, 1_000_000)

@@ -39,9 +39,9 @@ from dlrm.steps import training_step
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, compare_steps, observe
 from dreamshard_planner.checkpoints.choice import resolve, resolve_for
 from dreamshard_planner.cost.network import mape_2, predict_ms
-from dreamshard_planner.observing.automatic import EVERY, STEPS, WARM_UP_STEPS
 from dreamshard_planner.observing.learning import observed_sets
 from dreamshard_planner.observing.observation import Observation
+from dreamshard_planner.observing.observer import DEFAULT_EVERY, STEPS, WARM_UP_STEPS
 from dreamshard_planner.observing.step_comparison import Step
 from dreamshard_planner.planning.ranks import RankHardware, read_topology
 from dreamshard_planner.workload.pools import named_pool
@@ -87,8 +87,8 @@ def overhead(model: nn.Module, step: Step, job: Job, pairs: int) -> dict[str, An
 
     def build(on: bool) -> tuple[nn.Module, Step]:
         def steps(batches: Iterator[Any]) -> None:  # as many as there are from one counted batch to the next
-            with observe(model, every=EVERY) if on else nullcontext():
-                for _ in range(EVERY):
+            with observe(model, every=DEFAULT_EVERY) if on else nullcontext():
+                for _ in range(DEFAULT_EVERY):
                     step(batches)
 
         return model, steps
@@ -96,7 +96,7 @@ def overhead(model: nn.Module, step: Step, job: Job, pairs: int) -> dict[str, An
     plans = {"without": False, "with": True}
     counts = {"copies": 1, "rounds": pairs, "block_seconds": 0.0, "observed_steps": 0}
     compared = compare_steps(build, plans, job.batches, **counts)
-    return {"with_over_without": compared.ratio("with"), f"ms_of_{EVERY}_steps": compared.step_ms}
+    return {"with_over_without": compared.ratio("with"), f"ms_of_{DEFAULT_EVERY}_steps": compared.step_ms}
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def main() -> None:
             if time.monotonic() - checked < args.seconds / 2 or not seen:
                 job = drawn(seed, node, args)
                 model, step, planner = started(job, observed=False)
-                once = {"copies": 1, "rounds": 1, "block_seconds": 0.0, "observed_steps": EVERY}
+                once = {"copies": 1, "rounds": 1, "block_seconds": 0.0, "observed_steps": DEFAULT_EVERY}
                 compared = compare_steps(lambda both: both, {"": (model, step)}, job.batches, **once)
                 seen.append(compared.observed[""])
                 tell(checks=described(job, planner))

@@ -13,7 +13,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from dreamshard_planner.hot_rows.sharded import hot_rows_of, with_hot_rows
-from dreamshard_planner.observing.automatic import begin
+from dreamshard_planner.observing.observer import begin
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.planning.ranks import RankHardware, read_topology
 from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers

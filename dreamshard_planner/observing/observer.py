@@ -1,16 +1,26 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""``with observe(model, planner)``: time training steps, without collectives of its own and at little cost."""
+"""Observe training steps at little cost: in ``with observe(model, planner)``, and of each model by itself.
+
+The observation that begins by itself waits for the warm-up, observes some steps, and keeps them for learning. None adds
+a collective or a synchronisation to a step. Errors end an observation with a warning, and never reach the training.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
+import subprocess
+import sys
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +32,13 @@ from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
+from dreamshard_planner.checkpoints import choice
+from dreamshard_planner.environment import of_child
 from dreamshard_planner.errors import DreamShardError, ObservationError, StatisticsError
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.observing.hooks import DeviceClock, Hooks, StepRecorder, guarded, kernels_in, lookups_of
+from dreamshard_planner.observing.hooks import DeviceClock, Hooks, StepRecorder, guarded, kernels_in, lookups_of, trains
 from dreamshard_planner.observing.observation import (
     Observation,
     ObservedKernel,
@@ -47,8 +58,17 @@ from dreamshard_planner.workload.tables import costed_optimizer
 
 logger = logging.getLogger(__name__)
 
-END_DEFAULT: list[Callable[[], object]] = []
-"""Ends the observation that ``DistributedModelParallel`` began by itself, if there is one."""
+VARIABLE = "DREAMSHARD_OBSERVE"
+"""Environment variable with the number of steps to observe by default; 0 switches the observation off."""
+STEPS = 200
+WARM_UP_STEPS = 20
+"""Training steps before the first that is observed by default."""
+LEAST_STEPS = 20
+"""Steps from which on an observation is kept that the end of the training, or of the model, cuts short."""
+DEFAULT_EVERY = 50
+"""Batches from one whose ids are counted to the next, by default."""
+DEFAULTS: list[DefaultObservation] = []
+"""The observation that ``DistributedModelParallel`` began by itself, if there is one."""
 _BEGUN: Counter[str] = Counter()
 """Observations that this process has begun, by file name."""
 
@@ -67,12 +87,12 @@ class Observer:
         if not dist.is_initialized():
             raise ObservationError("there is no process group: call torch.distributed.init_process_group() first")
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        ranks, self._rank = dist.get_world_size(), dist.get_rank()
+        ranks, self.rank = dist.get_world_size(), dist.get_rank()
         hosts = -(-ranks // get_local_size(ranks))
         lookups = list(lookups_of(model))
         if not lookups:
             raise ObservationError("the model has no sharded embeddings: give the DistributedModelParallel that trains")
-        prediction = planner if isinstance(planner, tuple) else _planned(model, planner)
+        prediction = planner if isinstance(planner, tuple) else predicted(planner, model)
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._recorder = StepRecorder(DeviceClock(self._device))
         self._kernels = [(path, kind, kernel) for path, _, kind, lookup in lookups for kernel in kernels_in(lookup)]
@@ -118,7 +138,7 @@ class Observer:
                 "in train mode, with backward(), at least twice"
             )
         of_rank = RankSteps(
-            rank=self._rank,
+            rank=self.rank,
             steps=self._recorder.steps,
             kept=kept,
             columns=columns,
@@ -172,26 +192,22 @@ def _described(path: str, sharding_type: str, kernel: Any, samples: int) -> Obse
     )
 
 
-def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> Prediction:
-    """Return the prediction of the model's plan, on rank 0, if the planner can predict it."""
+def predicted(planner: EmbeddingShardingPlanner | None, model: Any = None) -> Prediction:
+    """Return a planner's prediction of a model's plan, by default of its own last one."""
     if not isinstance(planner, DreamShardPlanner):
         return None, {}
-    if not hasattr(model, "plan"):  # on all ranks: others would wait for one that raises alone
+    # On all ranks: others would wait for one that raises alone.
+    if model is not None and not hasattr(model, "plan"):
         raise ObservationError("the model has no plan to predict: give the DistributedModelParallel itself")
     if isinstance(model, DMPCollection):
         raise ObservationError(
             "2D parallelism: a plan is that of one sharding group, which is not compared with what all ranks take; "
             "observe(model) without the planner"
         )
-    return predicted(planner, model.plan)
-
-
-def predicted(planner: EmbeddingShardingPlanner, plan: ShardingPlan | None = None) -> Prediction:
-    """Return a planner's prediction of a plan, by default of its last one; empty on ranks that have not planned."""
-    if dist.get_rank() or not isinstance(planner, DreamShardPlanner):
+    if dist.get_rank():
         return None, {}
     try:
-        return planner.saved_plan(plan), planner.lookups_per_sample()
+        return planner.saved_plan(None if model is None else model.plan), planner.lookups_per_sample()
     except (DreamShardError, PlannerError) as error:
         logger.warning("no prediction is kept beside what is observed: %s", error)
         return None, {}
@@ -244,8 +260,7 @@ def observe(
     """
     if path is not None and dist.is_initialized():
         check_writable(rank_file(Path(path), dist.get_rank()))
-    while END_DEFAULT:
-        END_DEFAULT.pop()()
+    end_default()
     observer = Observer(model, planner, every, "" if path is None else os.fspath(path))
     ended = False
     try:
@@ -258,6 +273,119 @@ def observe(
         observer.close()
         if ended and path is not None:
             try:
-                observer.observation().save(rank_file(Path(path), dist.get_rank()))
+                observer.observation().save(rank_file(Path(path), observer.rank))
             except DreamShardError as error:  # which must not end the training
                 logger.warning("no observation is written to %s: %s", path, error)
+
+
+def end_default() -> None:
+    """End the observation that began by itself, if there is one, without a record."""
+    while DEFAULTS:
+        DEFAULTS.pop().end()
+
+
+def begin(model: nn.Module, planner: EmbeddingShardingPlanner) -> None:
+    """Observe a model's steps after its warm-up, unless the environment forbids or it has no tables; never raises."""
+    try:
+        given = os.environ.get(VARIABLE, str(STEPS))
+        if not (given.isascii() and given.isdecimal()):
+            raise ObservationError(f"{VARIABLE} must be a number of steps, or 0 for none, got {given!r}")
+        if int(given) and dist.is_initialized() and any(lookups_of(model)):
+            DefaultObservation(model, planner, int(given))
+    except Exception as error:  # an observer's fault must not end a training
+        _failed(error, dist.get_rank() if dist.is_initialized() else 0)
+
+
+def _failed(error: Exception, rank: int = 0) -> None:
+    """Warn of an error; given the rank, of one that all ranks have, on the first alone."""
+    level = logging.INFO if rank else logging.WARNING
+    logger.log(level, "training goes on, and is not observed: %s: %s", type(error).__name__, error)
+
+
+class DefaultObservation:
+    """The observation of a ``DistributedModelParallel`` that its planner has just planned on rank 0."""
+
+    def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner, steps: int) -> None:
+        end_default()
+        self._steps, self._seen, self._prediction = steps, 0, predicted(planner)
+        if not dist.get_rank():
+            logger.info(
+                "training steps %d to %d will be observed, so that the next plan is better; observe=False or %s=0 "
+                "switches this off",
+                WARM_UP_STEPS + 1,
+                WARM_UP_STEPS + steps,
+                VARIABLE,
+            )
+        self._observer: Observer | None = None
+        self._hook = model.register_forward_pre_hook(guarded(self._before_step, self._fail))
+        # The model may be dropped, or Python may end, before all steps are observed.
+        self._finalizer = weakref.finalize(model, guarded(self._keep, _failed))
+        DEFAULTS.append(self)
+
+    def _before_step(self, model: nn.Module, *_: object) -> None:
+        if not trains(model):
+            return
+        if self._observer is None:
+            self._seen += 1
+            if self._seen > WARM_UP_STEPS:
+                self._observer = Observer(model, self._prediction, DEFAULT_EVERY, "automatic")
+        elif self._observer.steps >= self._steps:
+            self._keep()
+
+    def _fail(self, error: Exception) -> None:
+        self.end()
+        _failed(error)
+
+    def end(self) -> Observer | None:
+        """Remove all hooks, and return the observer, if the warm-up is over."""
+        observer, self._observer = self._observer, None
+        self._hook.remove()
+        self._finalizer.detach()
+        if observer is not None:
+            observer.close()
+        DEFAULTS.clear()
+        return observer
+
+    def _keep(self) -> None:
+        """End, and write the record of the steps in a thread, if there are enough."""
+        observer = self.end()
+        if observer is None or observer.steps < min(self._steps, LEAST_STEPS):
+            return
+        write = guarded(partial(_write, observer), partial(_failed, rank=observer.rank))
+        if threading.main_thread().is_alive():
+            threading.Thread(target=write, name="dreamshard_planner observation").start()
+        else:  # Python ends
+            write()
+
+
+def _write(observer: Observer) -> None:
+    """Write a rank's record into the user's folder; rank 0 starts the process that learns from all ranks' records."""
+    observation = observer.observation()
+    place = choice.place(observation.hardware, observation.runs[0].world_size)
+    folder = choice.home() / "runs" / place
+    folder.mkdir(parents=True, exist_ok=True)
+    observation.save(rank_file(folder / f"{observer.id}.json", observer.rank))
+    if observer.rank:
+        return
+    with open(folder / "background.log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dreamshard_planner.background", str(folder), observer.id],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=of_child(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **{VARIABLE: "0"}),
+            start_new_session=True,
+        )
+    tell = guarded(lambda: _tell(process.communicate()[0], process.returncode, log.name), _failed)
+    threading.Thread(target=tell, name="dreamshard_planner background", daemon=True).start()
+
+
+def _tell(told: bytes, status: int, log: str) -> None:
+    """Log what the process learned; it may have told nothing."""
+    if status:
+        logger.warning("nothing is learned from the observed steps: the process ended with %d; see %s", status, log)
+    known = json.loads(told or b"{}")
+    if learned := known.get("learned"):
+        logger.info("%s", learned)
+    if better := known.get("better"):
+        logger.warning("%s", better)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.hooks import kernels_in, lookups_of
 from dreamshard_planner.observing.observation import WARM_UP, Observation
-from dreamshard_planner.observing.observer import END_DEFAULT, observe
+from dreamshard_planner.observing.observer import end_default, observe
 from dreamshard_planner.search_space.sharding_types import DP
 
 Step = Callable[[Iterator[Any]], object]
@@ -143,8 +143,7 @@ class _Trainee:
     """A model in training on this rank."""
 
     def __init__(self, plan: str, model: nn.Module, step: Step, batches: Sequence[Any]) -> None:
-        while END_DEFAULT:  # else DistributedModelParallel observes one of the models
-            END_DEFAULT.pop()()
+        end_default()  # else DistributedModelParallel observes one of the models
         _equalize(model)
         self._plan, self._model, self._step, self._batches = plan, model, step, itertools.cycle(batches)
         self._device = next(model.parameters()).device

@@ -28,8 +28,8 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.environment import of_child
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.observing import automatic
-from dreamshard_planner.observing.observer import END_DEFAULT
+from dreamshard_planner.observing import observer
+from dreamshard_planner.observing.observer import DEFAULTS
 from tests.faults import ended, start, wait_for
 from tests.observing.runs import observation
 
@@ -40,10 +40,10 @@ TRAINED = WARM_UP + STEPS + 3
 def _surroundings(home: str, steps: str = str(STEPS), *, learns: bool = False) -> None:
     """Observe so many steps of this rank; ``learns``: in a process that imports all anew, else in none."""
     os.environ.update(DREAMSHARD_HOME=home, DREAMSHARD_OBSERVE=steps)
-    automatic.WARM_UP_STEPS, automatic.LEAST_STEPS = WARM_UP, LEAST
+    observer.WARM_UP_STEPS, observer.LEAST_STEPS = WARM_UP, LEAST
     logging.getLogger("dreamshard_planner").setLevel(logging.INFO)
     if not learns:
-        automatic.subprocess.Popen = lambda _, **given: Popen(["true"], **given)  # in this process alone
+        observer.subprocess.Popen = lambda _, **given: Popen(["true"], **given)  # in this process alone
 
 
 def _written() -> None:
@@ -65,13 +65,13 @@ def _runs(home: Path) -> list[Path]:
 def _observed(rank: Rank, home: str) -> tuple[list[float], list[float], list[str]]:
     """Losses with and without observation, and messages."""
     _surroundings(home)
-    with logged("observing.automatic") as records:
+    with logged("observing.observer") as records:
         model = shard(make_planner("dreamshard", rank), rank)
         begun = _hooks(model)
         losses = train(model, rank, TRAINED, 2 * LOCAL_BATCH)
         _written()
     left = _hooks(model)
-    assert left != begun and not END_DEFAULT
+    assert left != begun and not DEFAULTS
     _surroundings(home, "0")
     plain = shard(make_planner("dreamshard", rank), rank)
     assert _hooks(plain) == left  # nothing is left, as if it had never been observed
@@ -80,13 +80,13 @@ def _observed(rank: Rank, home: str) -> tuple[list[float], list[float], list[str
 
 def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
     _surroundings(home)
-    with logged("observing.automatic") as records:
+    with logged("observing.observer") as records:
         model = shard(make_planner("torchrec", rank), rank, observe=how != "argument")
-        assert bool(END_DEFAULT) == (how != "argument")
+        assert bool(DEFAULTS) == (how != "argument")
         if how == "explicit":
             train(model, rank, WARM_UP + 3, 2 * LOCAL_BATCH)
             with observe(model):
-                assert not END_DEFAULT
+                assert not DEFAULTS
                 train(model, rank, 3, 2 * LOCAL_BATCH)
         losses = train(model, rank, TRAININGS[how], 2 * LOCAL_BATCH)
         if how == "full disk":
@@ -97,7 +97,7 @@ def _otherwise(rank: Rank, home: str, how: str) -> list[str]:
         gc.collect()
         _written()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert not END_DEFAULT
+    assert not DEFAULTS
     return [text for text in _messages(records) if "training goes on" in text]
 
 
@@ -112,8 +112,8 @@ TRAININGS = {
 
 def _job(rank: Rank, folder: Path) -> tuple[tuple[list[float], list[float], list[str]], dict[str, list[str]]]:
     with logged("observing") as records:
-        automatic.begin(torch.nn.Linear(1, 1), make_planner("torchrec", rank))
-    assert not records and not END_DEFAULT  # a job without tables is told nothing
+        observer.begin(torch.nn.Linear(1, 1), make_planner("torchrec", rank))
+    assert not records and not DEFAULTS  # a job without tables is told nothing
     return _observed(rank, f"{folder}/observed"), {how: _otherwise(rank, f"{folder}/{how}", how) for how in TRAININGS}
 
 
@@ -149,7 +149,7 @@ def _start(rank: Rank, home: str, learns: bool) -> dict[str, Any]:
     """A start of a job that says nothing of batches, lookups and costs."""
     _surroundings(home, learns=learns)
     planner = DreamShardPlanner(effort="quick", sharding_types=["table_wise", "column_wise"])
-    with logged("observing.automatic") as records:
+    with logged("observing.observer") as records:
         train(shard(planner, rank), rank, TRAINED, 2 * LOCAL_BATCH)
         _written()
     told: dict[str, Any] = {"messages": _messages(records)}
@@ -206,9 +206,9 @@ def test_the_process_that_learns_imports_as_the_training_and_tells_if_it_fails(
     (tmp_path / "only_here.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     subprocess.run([sys.executable, "-P", "-c", "import only_here"], env=of_child(), check=True)
-    with logged("observing.automatic") as records:
-        automatic._tell(b"", 0, "background.log")
-        automatic._tell(b"", 1, "background.log")
+    with logged("observing.observer") as records:
+        observer._tell(b"", 0, "background.log")
+        observer._tell(b"", 1, "background.log")
     (message,) = _messages(records)
     assert "ended with 1; see background.log" in message
 
@@ -226,7 +226,7 @@ def _killed(rank: Rank, home: Path) -> None:
 
     _surroundings(str(home))
     if rank.rank == rank.world_size - 1:
-        automatic._write = die
+        observer._write = die
     model = shard(DreamShardPlanner(effort="quick", sharding_types=["table_wise"]), rank)
     train(model, rank, TRAINED, sum(SHARES), SHARES)
     _written()

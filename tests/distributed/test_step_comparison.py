@@ -15,7 +15,7 @@ from torchrec.distributed.planner import ParameterConstraints
 
 from dlrm.job import EveryTypeSharder
 from dreamshard_planner import DistributedModelParallel, ObservationError, StepComparison, compare_steps
-from dreamshard_planner.observing.observer import END_DEFAULT
+from dreamshard_planner.observing.observer import DEFAULTS
 from dreamshard_planner.observing.step_comparison import ratio_interval
 from tests.ways import Batch
 
@@ -55,7 +55,7 @@ def _compared(rank: Rank) -> tuple[StepComparison, dict[str, list[list[float]]],
         with pytest.raises(ValueError, match=told):
             compare_steps(**{"build": build, "plans": plans, "batches": batches} | wrong)
     compared = compare_steps(build, plans, batches, copies=COPIES, rounds=ROUNDS, block_seconds=0.001, observed_steps=4)
-    assert not END_DEFAULT  # no model goes on being observed
+    assert not DEFAULTS  # no model goes on being observed
     with pytest.raises(ObservationError, match="no sharded embeddings"):
         compare_steps(lambda _: (nn.Linear(1, 1), next), {"none": None}, batches, block_seconds=0.001)
     measured = {kind: list(losses[kind]) for kind in KINDS}

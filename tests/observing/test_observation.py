@@ -17,7 +17,7 @@ from logged import warned
 from dreamshard_planner import Observation, ObservationError, TableStatistics
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.observing import automatic
+from dreamshard_planner.observing import observer
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, Hooks, StepRecorder
 from dreamshard_planner.observing.learning import learn, observed_sets
@@ -237,13 +237,13 @@ def test_a_prediction_for_other_ranks_is_not_compared() -> None:
 
 
 def test_a_wrong_number_of_steps_is_warned_of_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(automatic.VARIABLE, "many")
-    monkeypatch.setattr(automatic.dist, "is_initialized", lambda: True)
+    monkeypatch.setenv(observer.VARIABLE, "many")
+    monkeypatch.setattr(observer.dist, "is_initialized", lambda: True)
     said = []
-    monkeypatch.setattr(automatic.logger, "log", lambda level, text, *values: said.append((level, text % values)))
+    monkeypatch.setattr(observer.logger, "log", lambda level, text, *values: said.append((level, text % values)))
     for rank in range(3):
-        monkeypatch.setattr(automatic.dist, "get_rank", lambda rank=rank: rank)
-        automatic.begin(torch.nn.Module(), None)
+        monkeypatch.setattr(observer.dist, "get_rank", lambda rank=rank: rank)
+        observer.begin(torch.nn.Module(), None)
     assert [level for level, _ in said] == [logging.WARNING, logging.INFO, logging.INFO]
     assert all("'many'" in text and "training goes on" in text for _, text in said)
 
