@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -80,15 +81,8 @@ def _wait_for_ranks(path: Path) -> None:
 
 
 def learn_from(folder: Path, run_id: str) -> dict[str, str]:
-    """Learn from the newest runs in a folder, and plan one of them again.
-
-    Args:
-        folder: of runs on equal hardware by equally many ranks.
-        run_id: the run to plan again.
-
-    Returns:
-        Sentences for the training's log: ``learned``, which may be empty, and ``better`` if a better plan is known.
-    """
+    """Learn from the newest runs in a folder, and plan one of them again. Return sentences for the training's log:
+    ``learned``, which may be empty, and ``better`` if a better plan is known."""
     observation = _newest(folder, run_id)
     run = next(one for one in observation.runs if one.id == run_id)
     checkpoint = _learned(observation, run.world_size)
@@ -102,11 +96,7 @@ def learn_from(folder: Path, run_id: str) -> dict[str, str]:
 
 
 def _newest(folder: Path, run_id: str) -> Observation:
-    """Return the newest runs that can be read, and remove the files of older ones.
-
-    Raises:
-        ObservationError: the run itself cannot be read.
-    """
+    """Return this run and the newest others that can be read, and remove the files of older ones."""
     written: dict[str, float] = {}
     for path in folder.glob("*.json"):
         name = path.name.partition(".")[0]
@@ -155,24 +145,20 @@ def _learned(observation: Observation, ranks: int) -> Checkpoint:
 def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) -> dict[str, str]:
     """Keep statistics and observed plans of a run's tables, plan again, and tell of a better plan."""
     remembered = Remembered.of_plan(plan, observation.hardware)
-    observed: dict[str, tuple[str, float, SavedPlan]] = {}
-    for one in observation.runs:
-        if one.plan is None or Remembered.of_plan(one.plan, observation.hardware) != remembered:
-            continue
-        key, last = sharding_key(one.plan.sharding), (one.started, step_ms(one), one.plan)
-        observed[key] = max(observed.get(key, last), last, key=lambda known: known[0])
-    _, _, fastest = min(observed.values(), key=lambda known: known[1])
-    steps_ms = {key: known_ms for key, (_, known_ms, _) in observed.items()}
-    statistics = run.statistics if run.statistics else None
-    remembered.remember(statistics, steps_ms, fastest, None)
-    if statistics is None:
-        return {}
-    again = _planned_again(run, plan, checkpoint)
+    steps_ms: dict[str, float] = {}
+    plans: dict[str, SavedPlan] = {}
+    for one in sorted(observation.runs, key=attrgetter("started"), reverse=True):
+        if one.plan is not None and Remembered.of_plan(one.plan, observation.hardware) == remembered:
+            key = sharding_key(one.plan.sharding)
+            steps_ms.setdefault(key, one.step_ms)
+            plans.setdefault(key, one.plan)
+    fastest = plans[min(steps_ms, key=steps_ms.__getitem__)]
+    remembered.remember(run.statistics or None, steps_ms, fastest, None)
+    again = _planned_again(run, plan, checkpoint) if run.statistics else None
     if again is None:
         return {}
     better, before_ms, after_ms = again
-    now_ms = step_ms(run)
-    then_ms = now_ms - (before_ms - after_ms)
+    now_ms, then_ms = run.step_ms, run.step_ms - (before_ms - after_ms)
     worth_it = after_ms <= (1 - least_gain(checkpoint)) * before_ms and then_ms <= (1 - LEAST_GAIN) * now_ms
     if not worth_it or sharding_key(better.sharding) in steps_ms:
         return {}
@@ -184,20 +170,13 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
     }
 
 
-def step_ms(run: ObservedRun) -> float:
-    """Return the milliseconds of a step."""
-    return max(rank.median("step") for rank in run.ranks)
-
-
 def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) -> tuple[SavedPlan, float, float] | None:
     """Return another plan for what a run observed, with predicted costs of the run's plan and of it."""
-    samples = batch_size_of(run.statistics) or plan.inputs.batch_size
-    near = max(samples, plan.inputs.batch_size) <= SAME_BATCH * min(samples, plan.inputs.batch_size)
-    job = job_of(plan, run.statistics)
-    job = replace(
-        job, batch_size=plan.inputs.batch_size if near else samples, settings={**job.settings, "checkpoint": checkpoint}
-    )
-    planner = job.plan()
+    planned, job = plan.inputs.batch_size, job_of(plan, run.statistics)
+    samples = batch_size_of(run.statistics) or planned
+    if max(samples, planned) <= SAME_BATCH * min(samples, planned):
+        samples = planned
+    planner = replace(job, batch_size=samples, settings={**job.settings, "checkpoint": checkpoint}).plan()
     before_ms, after_ms = planner.predict(plan).total_ms, planner.report().chosen.total_ms
     made = planner.saved_plan()
     return (replace(made, inputs=as_in_file(made.inputs, plan)), before_ms, after_ms) if after_ms < before_ms else None

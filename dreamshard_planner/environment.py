@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The libraries that have to be there already: torch, FBGEMM and TorchRec, and what is to be said of those found.
+"""The libraries that have to be there already, torch, FBGEMM and TorchRec, and problems of those found.
 
 Pip is not asked for them. FBGEMM comes as two packages with one module, and TorchRec's metadata asks for the one with
 CUDA: naming either would put it over the CPU build of an environment that works.
@@ -20,10 +20,10 @@ from pathlib import Path
 
 from dreamshard_planner.errors import MissingLibraryError
 
+Release = tuple[int, int]
+"""Major and minor."""
 FBGEMM_OF_TORCH = {(2, minor): (1, minor - 5) for minor in range(11, 15)}
 """Releases that fit; FBGEMM is built for one release of torch, which its metadata does not say."""
-TORCHREC_RELEASES = ((1, 6), (1, 9))
-"""The oldest and the newest that are accepted."""
 
 
 class EnvironmentWarning(UserWarning):
@@ -37,75 +37,75 @@ class Library:
     name: str
     module: str
     packages: tuple[str, ...]
+    accepted: tuple[Release, Release]
+    """Oldest and newest accepted release."""
 
     def releases(self) -> dict[str, str]:
-        """Version by name of what is installed of the packages."""
+        """Return the version of each installed package."""
         return {package: release for package in self.packages if (release := installed(package))}
 
     def described(self) -> str:
-        """All of :meth:`releases` in words."""
+        """Return all of :meth:`releases` in words."""
         return " and ".join(f"{package} {release}" for package, release in self.releases().items())
 
+    def release(self) -> Release | None:
+        """Return the release of the first installed package; None if none is installed, or for an unknown version."""
+        match = re.match(r"(\d+)\.(\d+)", installed(*self.packages) or "")
+        return (int(match[1]), int(match[2])) if match else None
 
-TORCH = Library("torch", "torch", ("torch",))
+    def bounds(self) -> str:
+        """Return the accepted releases as requirements write them."""
+        low, (major, minor) = self.accepted
+        return f">={_text(low)},<{major}.{minor + 1}"
+
+
+TORCH = Library("torch", "torch", ("torch",), ((2, 11), (2, 14)))
 FBGEMM = Library(
-    "FBGEMM", "fbgemm_gpu", ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly", "fbgemm-gpu-nightly-cpu")
+    "FBGEMM",
+    "fbgemm_gpu",
+    ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly", "fbgemm-gpu-nightly-cpu"),
+    ((1, 6), (1, 9)),
 )
-TORCHREC = Library("torchrec", "torchrec", ("torchrec", "torchrec-cpu", "torchrec-nightly"))
+TORCHREC = Library("torchrec", "torchrec", ("torchrec", "torchrec-cpu", "torchrec-nightly"), ((1, 6), (1, 9)))
 LIBRARIES = (TORCH, FBGEMM, TORCHREC)
 
 
 def installed(*packages: str) -> str | None:
-    """Version of the first of some packages that is installed, None where none is."""
+    """Return the version of the first of some packages that is installed, or None."""
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             return version(package)
-        except PackageNotFoundError:
-            continue
     return None
 
 
 def how_to_install(library: Library) -> str:
-    """Commands for an environment that lacks it, and may have the others."""
+    """Return the commands for an environment that lacks a library, and may have the others."""
     if library is TORCH:
-        return f"pip install 'torch{_range(*_accepted(TORCH))}'"
-    if library is FBGEMM:
-        torch = _release(installed(*TORCH.packages))
-        fitting = torch if torch in FBGEMM_OF_TORCH else max(FBGEMM_OF_TORCH)
-        also = "" if fitting == torch else f"torch=={_text(fitting)}.* "
-        pin = f"=={_text(FBGEMM_OF_TORCH[fitting])}.0"
-        return f"pip install {also}fbgemm-gpu{pin}, or without a GPU pip install {also}fbgemm-gpu-cpu{pin}"
-    return (
-        f"pip install --no-deps 'torchrec{_range(*TORCHREC_RELEASES)}' && "
-        "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
-    )
+        return f"pip install 'torch{TORCH.bounds()}'"
+    if library is TORCHREC:
+        also = "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
+        return f"pip install --no-deps 'torchrec{TORCHREC.bounds()}' && {also}"
+    torch = TORCH.release()
+    fitting = torch if torch and torch in FBGEMM_OF_TORCH else TORCH.accepted[1]
+    also = "" if fitting == torch else f"torch=={_text(fitting)}.* "
+    pin = f"=={_text(FBGEMM_OF_TORCH[fitting])}.0"
+    return f"pip install {also}fbgemm-gpu{pin}, or without a GPU pip install {also}fbgemm-gpu-cpu{pin}"
 
 
 def mended(library: Library) -> str:
     """Say which release fits if the installed one does not load, and how to install it."""
-    release = library.releases() and untried(library)
-    torch = installed(*TORCH.packages)
-    if library is FBGEMM and library.releases() and _release(torch) not in FBGEMM_OF_TORCH:
-        release = f"no accepted release fits torch {torch}"
-    return f"{release}: {how_to_install(library)}" if release else how_to_install(library)
-
-
-def _accepted(library: Library) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The oldest and the newest release."""
-    if library is TORCHREC:
-        return TORCHREC_RELEASES
-    releases = FBGEMM_OF_TORCH if library is TORCH else FBGEMM_OF_TORCH.values()
-    return min(releases), max(releases)
+    reason = library.releases() and untried(library)
+    if library is FBGEMM and library.releases() and TORCH.release() not in FBGEMM_OF_TORCH:
+        reason = f"no accepted release fits torch {installed(*TORCH.packages)}"
+    return f"{reason}: {how_to_install(library)}" if reason else how_to_install(library)
 
 
 def untried(library: Library) -> str:
     """Name the releases that are accepted; empty if the installed one is among them."""
-    release = _release(installed(*library.packages))
-    torch = _release(installed(*TORCH.packages))
-    if library is FBGEMM and torch in FBGEMM_OF_TORCH:
-        matching = FBGEMM_OF_TORCH[torch]
-        return "" if release == matching else f"torch {_text(torch)} goes with {_text(matching)}"
-    low, high = _accepted(library)
+    release, torch, (low, high) = library.release(), TORCH.release(), library.accepted
+    if library is FBGEMM and torch and torch in FBGEMM_OF_TORCH:
+        fitting = FBGEMM_OF_TORCH[torch]
+        return "" if release == fitting else f"torch {_text(torch)} goes with {_text(fitting)}"
     return "" if release and low <= release <= high else f"accepted are {_text(low)} to {_text(high)}"
 
 
@@ -125,15 +125,17 @@ def warn_of_problems(stacklevel: int) -> None:
 
 
 def explained(error: Exception) -> MissingLibraryError | None:
-    """Explain an ImportError of a required library."""
-    if isinstance(error, ModuleNotFoundError):
-        for library in LIBRARIES:
-            if (error.name or "").partition(".")[0] == library.module:
-                text = f"dreamshard_planner needs {library.name}, which is not installed: {how_to_install(library)}"
-                if error.name != library.module and library.releases():
-                    text = f"{library.described()} has no {error.name}; {mended(library)}"
-                return MissingLibraryError(text, name=error.name)
-    return None
+    """Explain an ImportError of a required library; None for other errors."""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    module = (error.name or "").partition(".")[0]
+    library = next((one for one in LIBRARIES if one.module == module), None)
+    if library is None:
+        return None
+    text = f"dreamshard_planner needs {library.name}, which is not installed: {how_to_install(library)}"
+    if error.name != module and library.releases():
+        text = f"{library.described()} has no {error.name}; {mended(library)}"
+    return MissingLibraryError(text, name=error.name)
 
 
 def torch_library(name: str) -> Path | None:
@@ -166,16 +168,5 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _release(text: str | None) -> tuple[int, int] | None:
-    """Major and minor."""
-    match = re.match(r"(\d+)\.(\d+)", text or "")
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def _text(release: tuple[int, int]) -> str:
+def _text(release: Release) -> str:
     return ".".join(map(str, release))
-
-
-def _range(low: tuple[int, int], high: tuple[int, int]) -> str:
-    """As requirements write it."""
-    return f">={_text(low)},<{high[0]}.{high[1] + 1}"

@@ -1,9 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Hooks on a sharded model, and the record of the times that they take.
 
-Hooks see the forward and backward pass, the fused kernels in it, and TorchRec's collectives. None raises into the
-training: the first error removes all of them. The record is bounded: of long trainings it keeps every second, fourth,
-... step, the same on all ranks.
+None raises into the training: the first error removes all hooks. The record is bounded: of long trainings it keeps
+every second, fourth, ... step, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -120,12 +119,12 @@ class StepRecorder:
 
     def next_step(self) -> None:
         """End the current step, since the forward pass of another one begins."""
+        # A step's lookups may still be exchanged in the next one, and the device may lag.
+        while self._pending and all(self.clock.reached(end) for _, _, end, _ in self._pending[0].intervals):
+            self._keep(self._pending.popleft())
         now = self.clock.mark()
         self.end_step(now)
         self._runs, self.current = True, None if self.steps % self._stride else Step(self.steps, now)
-        # A step's lookups may still be exchanged in the next one, and the device may lag.
-        while len(self._pending) > 1 and all(self.clock.reached(end) for _, _, end, _ in self._pending[0].intervals):
-            self._keep(self._pending.popleft())
 
     def _keep(self, step: Step) -> None:
         amounts = step.amounts
@@ -221,21 +220,19 @@ class Hooks:
 
     def listen_to_steps(self, model: nn.Module) -> None:
         """Time training steps, and the forward and backward pass of the whole model in them."""
-        starts: list[Mark] = []
 
         def before(*_: Any) -> None:
             if self._closed:  # by another hook of this very call
                 return
             if trains(model):
                 self._recorder.next_step()
-                starts[:] = [self._clock.mark()]
             else:
                 self._recorder.end_step(self._clock.mark())
 
         def after(_module: nn.Module, _given: Any, output: Any) -> None:
             if (step := self._recorder.current) is None:
                 return
-            step.add("forward", starts[0], self._clock.mark())
+            step.add("forward", step.start, self._clock.mark())
             trained = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
             if (loss := next(trained, None)) is not None:
                 loss.register_hook(self._safe(partial(self._backward, step)))
@@ -323,11 +320,7 @@ class Hooks:
         self._stack.callback(delattr, module, "input_dist")
 
     def listen_to_collectives(self) -> None:
-        """Time TorchRec's collectives in this process.
-
-        Raises:
-            ObservationError: another model's are timed already.
-        """
+        """Time TorchRec's collectives in this process; ObservationError if another model's are timed already."""
         for function in COLLECTIVES:
             original = getattr(dist, function)
             if isinstance(original, partial):

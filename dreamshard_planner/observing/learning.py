@@ -143,11 +143,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
 
 @neutral()
 def kernels_off(observation: Observation, *checkpoints: Checkpoint) -> list[float]:
-    """Return the mean relative error of each checkpoint's costs of the observed kernels, as a share.
-
-    Raises:
-        ObservationError: no kernel was observed.
-    """
+    """Return the mean relative error of each checkpoint's costs of observed kernels; ObservationError without any."""
     sets, *_ = observed_sets(observation)
     costs = [checkpoint.compute_cost(observation.topology) for checkpoint in checkpoints]
     return [float(mape_2(predict_ms(cost, sets), sets.labels_ms_X2).mean()) for cost in costs]
@@ -156,13 +152,10 @@ def kernels_off(observation: Observation, *checkpoints: Checkpoint) -> list[floa
 @neutral()
 def observed_sets(observation: Observation) -> tuple[LabelledSets, frozenset[str], list[str]]:
     """Return the fused kernels of all runs and ranks as labelled sets, their sharding types, and reasons for which
-    others are left out.
+    others are left out; ObservationError says why there is none.
 
     Equal parts of the same tables are one set, whatever runs and ranks had them: they must not confirm each other. The
     same tables with other lookups are another set.
-
-    Raises:
-        ObservationError: there is none to learn from; says why.
     """
     found: dict[tuple[Any, ...], tuple[list[Workload], list[list[float]]]] = {}
     left_out: dict[str, None] = {}
@@ -335,13 +328,8 @@ def _of_outputs(run: ObservedRun) -> Iterator[Exchange]:
 
 
 def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, more_bytes: float) -> Iterator[Exchange]:
-    """Yield the exchange of lookups between all ranks, with the bytes that the cost counts for the run's plan.
-
-    Args:
-        run: all its ranks were observed.
-        bucketing: predicts the time of sorting, which is taken off. Without it, runs that sort are left out.
-        more_bytes: of a bag, beside its length.
-    """
+    """Yield the exchange of lookups between all ranks, with the bytes that the cost counts for the run's plan. The time
+    of sorting is taken off; without a model of it, runs that sort are left out."""
     of_groups = any(name.startswith("lookups") and " of " in name for name in run.collectives)
     if run.lookups_ms is None or of_groups:
         return

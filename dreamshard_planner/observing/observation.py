@@ -88,11 +88,7 @@ class ObservedKernel:
         return lookup_bytes(lookups, self.bags, self.weighted)
 
     def workloads(self, statistics: Mapping[str, FeatureStatistics]) -> list[Workload]:
-        """Return the kernel's workloads by statistics of the batches.
-
-        Raises:
-            ObservationError: the statistics lack a feature.
-        """
+        """Return the kernel's workloads by statistics of the batches; ObservationError names a feature they lack."""
         if missing := sorted({name for table in self.tables for name in table.features} - set(statistics)):
             raise ObservationError(f"no sampled batch has samples of feature {missing[0]!r}: observe more steps")
         tables = [
@@ -204,12 +200,17 @@ class ObservedRun:
         """Collectives of outputs and their gradients."""
         return {name: one for name, one in self.collectives.items() if name.startswith(OUTPUTS)}
 
-    @cached_property
+    @property
     def outputs_ms(self) -> float:
         """Time of all exchanges of outputs, as :attr:`ObservedCollective.ms`; overlapping ones count once."""
         return self._outputs_together[0]
 
-    @cached_property
+    @property
+    def step_ms(self) -> float:
+        """Time of a step on the slowest rank."""
+        return max(rank.median("step") for rank in self.ranks)
+
+    @property
     def hides_outputs(self) -> bool:
         """Overlap of outputs with other work than fused kernels, so large that their own time is unknown."""
         ms, beside_ms = self._outputs_together
@@ -222,10 +223,7 @@ class ObservedRun:
 
     @cached_property
     def lookups_ms(self) -> float | None:
-        """Time of lookups to the kernels, sorting included, of the last rank in each step.
-
-        None if a module did not wait for them, as in a pipeline.
-        """
+        """Time of lookups to the kernels, with sorting; None if a module did not wait for them, as in a pipeline."""
         modules = {kernel.module for rank in self.ranks for kernel in rank.kernels}
         if not modules or any(rank.median("input_dist calls") != len(modules) for rank in self.ranks):
             return None

@@ -126,20 +126,16 @@ class Observer:
         self._hooks.close()
 
     def observation(self) -> Observation:
-        """Return this rank's record so far; waits for the device.
-
-        Raises:
-            ObservationError: no step has ended, in which the model was called and trained.
-        """
+        """Return this rank's record so far; waits for the device. ObservationError if no training step has ended."""
         kept, columns = self._recorder.columns()
         if not kept:
             raise ObservationError(
-                f"no training step was seen in {self._recorder.steps} calls of the model: it has to be called itself, "
-                "in train mode, with backward(), at least twice"
+                f"no training step was seen in {self.steps} calls of the model: it has to be called itself, in train "
+                "mode, with backward(), at least twice"
             )
         of_rank = RankSteps(
             rank=self.rank,
-            steps=self._recorder.steps,
+            steps=self.steps,
             kept=kept,
             columns=columns,
             kernels=tuple(
@@ -214,10 +210,8 @@ def predicted(planner: EmbeddingShardingPlanner | None, model: Any = None) -> Pr
 
 
 def _run_id(path: str) -> str:
-    """Return an id that is equal on all ranks that begin as many observations for a file name.
-
-    Ranks agree through the process group's store, without waiting for each other.
-    """
+    """Return an id that is equal on all ranks that begin as many observations for a file name; none waits for another,
+    since they agree through the process group's store."""
     name = os.path.basename(path)
     _BEGUN[name] += 1
     key = f"dreamshard_planner/observe/{_BEGUN[name]} {name}"
@@ -376,8 +370,9 @@ def _write(observer: Observer) -> None:
             env=of_child(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **{VARIABLE: "0"}),
             start_new_session=True,
         )
-    tell = guarded(lambda: _tell(process.communicate()[0], process.returncode, log.name), _failed)
-    threading.Thread(target=tell, name="dreamshard_planner background", daemon=True).start()
+    if threading.main_thread().is_alive():  # else Python ends, and may start no thread
+        tell = guarded(lambda: _tell(process.communicate()[0], process.returncode, log.name), _failed)
+        threading.Thread(target=tell, name="dreamshard_planner background", daemon=True).start()
 
 
 def _tell(told: bytes, status: int, log: str) -> None:

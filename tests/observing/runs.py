@@ -64,19 +64,24 @@ def observation(runs: int = 3, **hardware: str | int) -> Observation:
     return Observation(described, tuple(made))
 
 
+def with_kernels(run: ObservedRun, **changes: object) -> ObservedRun:
+    """The run with changes in all its kernels."""
+    ranks = (replace(rank, kernels=tuple(replace(one, **changes) for one in rank.kernels)) for rank in run.ranks)
+    return replace(run, ranks=tuple(ranks))
+
+
 def of_size(run: ObservedRun, times: int, *, lookups: int = 1) -> ObservedRun:
     """With batches of so many times the samples, and so many times the lookups of each; times grow with both."""
     ranks = []
     for rank in run.ranks:
-        (one,) = rank.kernels
         statistics = {
             name: replace(feature, batch_size=times * LOCAL_BATCH, pooling_factor=lookups * feature.pooling_factor)
             for name, feature in rank.statistics.items()
         }
         columns = {name: tuple(times * lookups * value for value in values) for name, values in rank.columns.items()}
-        kernels = (replace(one, samples=times * one.samples),)
-        ranks.append(replace(rank, statistics=statistics, columns=columns, kernels=kernels))
-    return replace(run, id=f"{times} x {lookups}", ranks=tuple(ranks))
+        ranks.append(replace(rank, statistics=statistics, columns=columns))
+    larger = replace(run, id=f"{times} x {lookups}", ranks=tuple(ranks))
+    return with_kernels(larger, samples=times * LOCAL_BATCH * WORLD_SIZE)
 
 
 @cache

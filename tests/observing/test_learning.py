@@ -34,6 +34,7 @@ from tests.observing.runs import (
     of_size,
     planned_run,
     rank_steps,
+    with_kernels,
 )
 from tests.planning.test_context import model
 
@@ -101,12 +102,8 @@ def test_what_was_observed_in_earlier_runs_is_not_called_unseen(tmp_path: Path) 
     made, seen = resolve("auto", "cpu"), observation(3)
     said = []
     for optimizer, kind in (("adagrad", "table_wise"), ("sgd", "row_wise"), ("sgd", "row_wise")):
-        runs = []
-        for seen_run in seen.runs:
-            kernels = (replace(of.kernels[0], optimizer=optimizer, sharding_type=kind) for of in seen_run.ranks)
-            ranks = (replace(of, kernels=(one,)) for of, one in zip(seen_run.ranks, kernels, strict=True))
-            runs.append(replace(seen_run, ranks=tuple(ranks)))
-        made = learn(made, replace(seen, runs=tuple(runs)), tmp_path / "learned.safetensors", force=True)
+        runs = tuple(with_kernels(one, optimizer=optimizer, sharding_type=kind) for one in seen.runs)
+        made = learn(made, replace(seen, runs=runs), tmp_path / "learned.safetensors", force=True)
         said.append(made.metadata["learned"]["said"].rpartition("% off); ")[2])
     assert said[0].startswith("never observed, and as before: SGD, row-wise Adagrad, ") and "row_wise," in said[0]
     for later in said[1:]:  # of all that went before, not of the last alone
@@ -187,13 +184,18 @@ def test_equal_parts_of_the_same_tables_are_one_kernel(tmp_path: Path) -> None:
         learn(resolve("roofline", "cpu"), twins, tmp_path / "learned.safetensors")
 
 
+def exchanged(ms: float, sent: float) -> dict[str, tuple[float, ...]]:
+    """Columns of an all-to-all of outputs and one of their gradients."""
+    every = {"span": ms, "bytes": sent, "calls": 1.0}
+    ways = [f"outputs all_to_all {way}" for way in ("forward", "backward")]
+    columns = {f"{name} {kind}": (value,) * 8 for name in ways for kind, value in every.items()}
+    return columns | {"outputs span together": (2 * ms,) * 8}
+
+
 def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     def of(run: int, rank: int) -> RankSteps:
         sent, ms = (1e6, 2e6)[rank] * (run + 1), 24 + 12 * (run + 1)
-        names = [f"outputs all_to_all {way}" for way in ("forward", "backward")]
-        every = {"span": ms + rank, "bytes": sent, "calls": 1.0}
-        columns = {f"{name} {kind}": (value,) * 8 for name in names for kind, value in every.items()}
-        return rank_steps(run, rank, **columns, **{"outputs span together": (2 * (ms + rank),) * 8})
+        return rank_steps(run, rank, **exchanged(ms + rank, sent))
 
     runs = [observed_run(f"run{run}", *(of(run, rank) for rank in range(2))) for run in range(2)]
     seen = Observation(describe_hardware("cpu", 1), tuple(runs))
@@ -244,17 +246,10 @@ def counted_bytes(rank: RankSteps) -> float:
 def with_lookups(run: int, sharding_type: str = "table_wise", more_ms: float = 0.0, **columns: tuple) -> ObservedRun:
     """Return a run whose lookups take time to get to the kernels; rank 0 waits for rank 1."""
     ranks = of_size(observed_run("", *(rank_steps(run, rank) for rank in range(WORLD_SIZE))), BATCHES).ranks
-    moved = [counted_bytes(one) for one in ranks]
-    ms = LATENCY_MS + max(moved) / RATE + more_ms
+    ms = LATENCY_MS + max(map(counted_bytes, ranks)) / RATE + more_ms
     told = [{"input_dist": (ms + 1 - one.rank,) * 8, "input_dist calls": (1.0,) * 8} | columns for one in ranks]
-    kernels = [(replace(one.kernels[0], sharding_type=sharding_type),) for one in ranks]
-    return observed_run(
-        f"run{run}",
-        *(
-            replace(one, kernels=of_rank, columns=one.columns | more)
-            for one, of_rank, more in zip(ranks, kernels, told, strict=True)
-        ),
-    )
+    made = (replace(one, columns=one.columns | more) for one, more in zip(ranks, told, strict=True))
+    return with_kernels(observed_run(f"run{run}", *made), sharding_type=sharding_type)
 
 
 def without_lookups() -> Checkpoint:
@@ -290,9 +285,7 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
 
 
 def test_an_exchange_that_was_seen_once_counts_if_outputs_confirm_it(tmp_path: Path) -> None:
-    names = [f"outputs all_to_all {way}" for way in ("forward", "backward")]
-    columns = {f"{name} {kind}": (value,) * 8 for name in names for kind, value in (("span", 125.0), ("bytes", 1e6))}
-    columns |= {f"{name} calls": (1.0,) * 8 for name in names} | {"outputs span together": (250.0,) * 8}
+    columns = exchanged(125.0, 1e6)
     prior, cpu, plain = resolve("roofline", "cpu"), topology(2), with_lookups(0)
     before, moved_D = links_of(cpu, prior), torch.tensor([counted_bytes(rank) for rank in plain.ranks])
     predicted_ms = float(before.lookups.all_to_all_ms(moved_D))

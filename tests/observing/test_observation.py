@@ -23,7 +23,7 @@ from dreamshard_planner.observing.hooks import MOST_STEPS, DeviceClock, Hooks, S
 from dreamshard_planner.observing.learning import learn, observed_sets
 from dreamshard_planner.observing.observation import rank_file
 from tests.cli.test_commands import run, run_json
-from tests.observing.runs import LOCAL_BATCH, observation, observed_run, of_size, planned_run, rank_steps
+from tests.observing.runs import LOCAL_BATCH, observation, observed_run, of_size, planned_run, rank_steps, with_kernels
 
 
 def test_long_trainings_keep_few_steps_the_same_on_every_rank() -> None:
@@ -189,16 +189,12 @@ def test_outputs_beside_other_work_are_not_judged_nor_learned(tmp_path: Path) ->
 
 def test_a_plan_for_another_optimizer_is_said() -> None:
     run = planned_run(1.0, 1.0)
-    assert run.plan is not None
     planned = next(iter(run.plan.inputs.tables))
-    as_planned = replace(run.ranks[0].kernels[0].tables[0], name=planned)
-    kernels = (replace(run.ranks[0].kernels[0], tables=(as_planned,)),)
-    other = replace(run, ranks=(replace(run.ranks[0], kernels=kernels), run.ranks[1]))
-    found = compare(other)
+    tables = (replace(run.ranks[0].kernels[0].tables[0], name=planned),)
+    found = compare(with_kernels(run, tables=tables))
     assert found.trusted is False and "times do not compare" in found.verdict
     assert f"the plan was made for sgd of {planned}, and adagrad trains it" in found.meaning[-1]
-    alike = (replace(kernels[0], optimizer="sgd"),)
-    assert compare(replace(run, ranks=(replace(run.ranks[0], kernels=alike), run.ranks[1]))).trusted
+    assert compare(with_kernels(run, tables=tables, optimizer="sgd")).trusted
 
 
 def test_what_was_not_seen_is_said() -> None:
@@ -212,10 +208,9 @@ def test_what_was_not_seen_is_said() -> None:
 
 
 def test_replicas_are_not_judged() -> None:
-    run = planned_run(3.0, 4.0)
-    seen = {"kernel": "dense", "optimizer": "other"}  # as observed, whatever optimizer the script has attached
-    dense = [replace(rank, kernels=tuple(replace(one, **seen) for one in rank.kernels)) for rank in run.ranks]
-    (said,) = (found := compare(replace(run, ranks=tuple(dense)))).meaning
+    # As observed, whatever optimizer the script has attached.
+    found = compare(with_kernels(planned_run(3.0, 4.0), kernel="dense", optimizer="other"))
+    (said,) = found.meaning
     assert not found.trusted and "data-parallel" in said and "all-reduce" in said
 
 
