@@ -34,10 +34,8 @@ class Card:
 
     name: str
     memory_bytes: int
-    capability: tuple[int, int]
-    """Compute capability, major and minor."""
-    memory_bytes_per_s: float | None = None
-    """Memory clock times bus width; None if the driver hides either."""
+    capability: tuple[int, int]  # compute capability, major and minor
+    memory_bytes_per_s: float | None = None  # clock times bus width; None if the driver hides either
 
 
 def read_card() -> Card | None:
@@ -65,23 +63,16 @@ class Gpu(NamedTuple):
     """One model of GPU, and the network of the vendor's own machine with eight of them."""
 
     title: str
-    cards: tuple[str, ...]
-    """Names by its driver."""
+    cards: tuple[str, ...]  # names by its driver
     source: str
-    capability: tuple[int, int]
-    """Compute capability, major and minor."""
+    capability: tuple[int, int]  # compute capability, major and minor
     memory_bytes: int
     memory_bytes_per_s: float
     l2_bytes: int
-    """Bytes of the L2 cache."""
-    multiprocessor_hz: float
-    """Multiprocessors times boost clock."""
-    link_bytes_per_s: float
-    """Bandwidth to all GPUs of the host together."""
-    host_bytes_per_s: float
-    """Bandwidth to the host's memory."""
-    network_bytes_per_s: float | None
-    """Bandwidth to other hosts per GPU; None if the vendor sells no such machine."""
+    multiprocessor_hz: float  # multiprocessors times boost clock
+    link_bytes_per_s: float  # to all GPUs of the host together
+    host_bytes_per_s: float  # to the host's memory
+    network_bytes_per_s: float | None  # to other hosts; None if the vendor sells no such machine
 
 
 _DGX_A100 = "NVIDIA A100 data sheet; DGX A100: one 200 Gb/s adapter per GPU"
