@@ -197,13 +197,17 @@ def test_a_plan_for_another_optimizer_is_said() -> None:
     assert compare(with_kernels(run, tables=tables, optimizer="sgd")).trusted
 
 
-def test_what_was_not_seen_is_said() -> None:
+def test_what_one_rank_lacks_or_is_slow_at_is_said() -> None:
     run = planned_run(1.0, 1.0)
     unseen = replace(run.ranks[1], kernels=())
     found = compare(replace(run, ranks=(run.ranks[0], unseen)))
     assert "no kernel of rank 1 was observed" in found.meaning[0] and found.trusted
     neither = compare(replace(run, ranks=(replace(run.ranks[0], kernels=()), unseen)))
     assert "no kernel of rank 0, 1 was observed" in neither.meaning[0] and neither.trusted is False
+    slow = {name: tuple(2 * ms for ms in values) for name, values in run.ranks[1].columns.items() if "kernel" in name}
+    uneven = compare(replace(run, ranks=(run.ranks[0], replace(run.ranks[1], columns=run.ranks[1].columns | slow))))
+    assert "kernels of rank 1 (table_wise) take 2.00 times the predicted time" in uneven.meaning[0]
+    assert uneven.trusted is False and ": do not trust the prediction on this hardware" in uneven.verdict
     assert "in the file of rank 0, which is not" in compare(replace(run, ranks=run.ranks[1:], plan=None)).verdict
 
 
