@@ -105,20 +105,17 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
         expected = None if beside or predicted is None else (_predicted_ms(predicted, carried),) * len(ranks)
         yield Compared(what, expected, (observed_ms,) * len(ranks))
 
-    def of_ranks(*columns: str) -> np.ndarray:
-        return np.array([sum(rank.median(column) for column in columns) for rank in run.ranks])
-
     others: dict[str, Sequence[float]] = {}
     for name, one in run.collectives.items():
         others |= {f"{name}: until it is there": one.span_ms, f"{name}: waiting alone": one.waited_ms}
-    inputs_ms, model_ms, step_ms = of_ranks("input_dist"), of_ranks("forward", "backward"), of_ranks("step")
-    if inputs_ms.any():
-        others["input_dist: until kernels have their lookups"] = inputs_ms.tolist()
-    away_ms = of_ranks("input_dist", "kernels", *(f"{name} waited" for name in run.outputs))
+    if any(run.medians("input_dist")):
+        others["input_dist: until kernels have their lookups"] = run.medians("input_dist")
+    model_ms, step_ms = np.array(run.medians("forward", "backward")), run.medians("step")
+    away_ms = run.medians("input_dist", "kernels", *(f"{name} waited" for name in run.outputs))
     others |= {
         "dense layers, and what else is in the model": (model_ms - away_ms).clip(0).tolist(),
         "outside of the model: data, dense optimizer": (step_ms - model_ms).clip(0).tolist(),
-        "the whole step": step_ms.tolist(),
+        "the whole step": step_ms,
     }
     for what, ms in others.items():
         yield Compared(what, None, tuple(ms))

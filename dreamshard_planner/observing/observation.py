@@ -144,9 +144,10 @@ class RankSteps:
         steps = _after_warm_up(self.kept)
         return float(np.median(self.values(name, steps))) if steps else 0.0
 
-    def kernel_ms(self, *ways: str) -> float:
-        """Return the time of a step's kernels, ``forward``, ``backward`` or both."""
-        return sum(self.median(f"kernel {index} {way}") for way in ways for index in range(len(self.kernels)))
+    def kernel_ms(self, *ways: str, sharding_type: str | None = None) -> float:
+        """Return the time of a step's kernels, ``forward``, ``backward`` or both, of one sharding type or all."""
+        some = [n for n, kernel in enumerate(self.kernels) if sharding_type in (None, kernel.sharding_type)]
+        return sum(self.median(f"kernel {index} {way}") for way in ways for index in some)
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,10 @@ class ObservedRun:
     def steps(self) -> int:
         return max(rank.steps for rank in self.ranks)
 
+    def medians(self, *columns: str) -> tuple[float, ...]:
+        """Return the median of columns, or of their sum, by rank."""
+        return tuple(sum(rank.median(column) for column in columns) for rank in self.ranks)
+
     @cached_property
     def statistics(self) -> TableStatistics:
         """Statistics of all ranks' batches. If batch sizes differ by more than a quarter, each feature has those of the
@@ -187,10 +192,10 @@ class ObservedRun:
         return {
             name: ObservedCollective(
                 ms=self._last(f"{name} span", f"{name} kernels")[0],
-                span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
-                waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
-                bytes=tuple(rank.median(f"{name} bytes") for rank in self.ranks),
-                calls=max(rank.median(f"{name} calls") for rank in self.ranks),
+                span_ms=self.medians(f"{name} span"),
+                waited_ms=self.medians(f"{name} waited"),
+                bytes=self.medians(f"{name} bytes"),
+                calls=max(self.medians(f"{name} calls")),
             )
             for name in sorted(names)
         }
@@ -208,13 +213,13 @@ class ObservedRun:
     @property
     def step_ms(self) -> float:
         """Time of a step on the slowest rank."""
-        return max(rank.median("step") for rank in self.ranks)
+        return max(self.medians("step"))
 
     @property
     def hides_outputs(self) -> bool:
         """Overlap of outputs with other work than fused kernels, so large that their own time is unknown."""
         ms, beside_ms = self._outputs_together
-        return beside_ms > max(MOST_BESIDE * ms, LEAST_BESIDE * min(rank.median("step") for rank in self.ranks))
+        return beside_ms > max(MOST_BESIDE * ms, LEAST_BESIDE * min(self.medians("step")))
 
     @cached_property
     def _outputs_together(self) -> tuple[float, float]:
@@ -225,14 +230,14 @@ class ObservedRun:
     def lookups_ms(self) -> float | None:
         """Time of lookups to the kernels, with sorting; None if a module did not wait for them, as in a pipeline."""
         modules = {kernel.module for rank in self.ranks for kernel in rank.kernels}
-        if not modules or any(rank.median("input_dist calls") != len(modules) for rank in self.ranks):
+        if not modules or any(calls != len(modules) for calls in self.medians("input_dist calls")):
             return None
         return self._last("input_dist")[0]
 
     @property
     def embedding_share(self) -> float | None:
         """Share of kernels, outputs and lookups in a step, the mean of the ranks; None without times of steps."""
-        step_ms = fmean(rank.median("step") for rank in self.ranks)
+        step_ms = fmean(self.medians("step"))
         kernels_ms = fmean(rank.kernel_ms("forward", "backward") for rank in self.ranks)
         known_ms = kernels_ms + self.outputs_ms + (self.lookups_ms or 0.0)
         return min(1.0, known_ms / step_ms) if step_ms else None

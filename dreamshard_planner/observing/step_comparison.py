@@ -10,7 +10,6 @@ import gc
 import itertools
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from dreamshard_planner.cost.correction import DIRECTIONS
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.hooks import kernels_in, lookups_of
 from dreamshard_planner.observing.observation import WARM_UP, Observation
@@ -49,13 +49,10 @@ class StepComparison:
     def work(self, plan: str) -> dict[str, str]:
         """Return a step's embedding work in words, by kind: kernels of each sharding type, and collectives."""
         (run,) = self.observed[plan].runs
-        kernels_ms: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(run.ranks))
-        for at, rank in enumerate(run.ranks):
-            for index, kernel in enumerate(rank.kernels):
-                ways = (rank.median(f"kernel {index} {way}") for way in ("forward", "backward"))
-                kernels_ms[kernel.sharding_type][at] += sum(ways)
+        kinds = sorted({kernel.sharding_type for rank in run.ranks for kernel in rank.kernels})
+        kernels_ms = {kind: [rank.kernel_ms(*DIRECTIONS, sharding_type=kind) for rank in run.ranks] for kind in kinds}
         return {
-            **{f"{kind} kernels": f"{min(ms):.2f}-{max(ms):.2f} ms" for kind, ms in sorted(kernels_ms.items())},
+            **{f"{kind} kernels": f"{min(ms):.2f}-{max(ms):.2f} ms" for kind, ms in kernels_ms.items()},
             **{name: f"{one.ms:.2f} ms, {max(one.bytes) / 1e6:.2f} MB" for name, one in run.collectives.items()},
         }
 
