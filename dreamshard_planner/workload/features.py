@@ -159,21 +159,15 @@ def _cache_misses(w: Mapping[str, np.ndarray], lookups_S: np.ndarray) -> np.ndar
     """
     misses_S = np.zeros(len(lookups_S))
     cached = (w["memory"] == "uvm_caching").nonzero()[0]
-    if not len(cached):
-        return misses_S
-    rows_T, lookups_T, distinct_T = w["rows"][cached], lookups_S[cached], w["distinct_rows"][cached]
-    load_T, histograms_TK = w["cache_load_factor"][cached], w["reuse_histogram"][cached]
-    values = (histograms_TK, rows_T, lookups_T, distinct_T, load_T * rows_T)
-    asked = list(zip(*(value.tolist() for value in values), strict=True))
-    # Blocks of any size miss alike if these ratios are equal.
-    keys = [
-        (*histogram, f"{lookups / rows:.9g}", f"{distinct / rows:.9g}", f"{cached_rows / rows:.9g}")
-        for histogram, rows, lookups, distinct, cached_rows in asked
-    ]
-    once = dict(zip(keys, asked, strict=True))
-    hit_K = cache_hits(*zip(*once.values(), strict=True))
-    misses = dict(zip(once, (1 - hit_K).tolist(), strict=True))
-    misses_S[cached] = [misses[key] for key in keys]
+    if len(cached):
+        rows_T, lookups_T, distinct_T = w["rows"][cached], lookups_S[cached], w["distinct_rows"][cached]
+        load_T, histograms_TK = w["cache_load_factor"][cached], w["reuse_histogram"][cached]
+        # Blocks of any size miss alike if these ratios are equal.
+        alike = np.column_stack([histograms_TK, lookups_T / rows_T, distinct_T / rows_T, load_T]).astype(np.float32)
+        _, first, which_T = np.unique(alike, axis=0, return_index=True, return_inverse=True)
+        given = (histograms_TK, rows_T, lookups_T, distinct_T, load_T * rows_T)
+        hits = cache_hits(*(values[first] for values in given))
+        misses_S[cached] = (1 - hits.numpy())[which_T.ravel()]
     return misses_S
 
 

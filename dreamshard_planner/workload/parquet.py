@@ -107,32 +107,24 @@ def _batches(
     files: Sequence[tuple[Path, pq.ParquetFile]], columns: Sequence[str], batch_size: int
 ) -> Iterator[pa.Table]:
     """Yield batches of exactly this many rows, across row groups and files; a smaller one only if it is the first."""
-    pending: list[pa.RecordBatch] = []
-    rows = made = 0
+    pending = made = None
     for path, file in files:
         try:
             for part in file.iter_batches(batch_size=batch_size, columns=list(columns)):
-                while part.num_rows:
-                    taken = part.slice(0, batch_size - rows)
-                    part = part.slice(taken.num_rows)
-                    pending.append(taken)
-                    rows += taken.num_rows
-                    if rows == batch_size:
-                        yield pa.Table.from_batches(pending)
-                        pending, rows, made = [], 0, made + 1
+                table = pa.Table.from_batches([part])
+                pending = table if pending is None else pa.concat_tables([pending, table])
+                if pending.num_rows >= batch_size:
+                    made = pending.slice(0, batch_size)
+                    pending = pending.slice(batch_size)
+                    yield made
         except (OSError, pa.ArrowException) as error:
             raise StatisticsError(f"{path}: cannot be read to its end ({str(error).splitlines()[0]})") from error
-    if pending and not made:
-        yield pa.Table.from_batches(pending)
+    if made is None and pending is not None:
+        yield pending
 
 
 def _ids(column: pa.ChunkedArray) -> torch.Tensor:
-    """Return all ids of a column, int64, without nulls."""
-    parts = []
-    for chunk in column.chunks:
-        values = chunk.flatten() if any(is_list(chunk.type) for is_list in LISTS) else chunk
-        parts.append(values.drop_null().to_numpy(zero_copy_only=False))
-    flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    if flat.dtype == np.uint64:
-        flat = flat.view(np.int64)  # hashes from 2^63 become negative: no rows either way
-    return torch.from_numpy(np.ascontiguousarray(flat, dtype=np.int64))
+    """Return all ids of a column, without nulls."""
+    values = column.combine_chunks()
+    values = values.flatten() if any(is_list(values.type) for is_list in LISTS) else values
+    return torch.from_numpy(np.array(values.drop_null()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib import resources
@@ -26,8 +26,6 @@ META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Dims that production models use, drawn uniformly; the real ones are not published."""
 META_MAX_ROWS = 10_000_000
 """Most rows of a table, unless a batch reads more."""
-MERLIN_MODELS = ("tiny", "small", "medium", "large", "jumbo", "colossal")
-EMBARK_MODELS = ("t180", "t200", "t510", "t7")
 
 
 @cache
@@ -35,43 +33,30 @@ def _data(name: str) -> dict[str, Any]:
     return json.loads(resources.files("dreamshard_planner.workload").joinpath("data", name).read_text())
 
 
-def mlperf_dlrm_dcnv2() -> list[Table]:
-    """Return the 26 Criteo tables of the MLPerf DLRM-DCNv2 benchmark, with their multi-hot sizes."""
-    return [
-        Table(e["name"], e["num_embeddings"], e["embedding_dim"], (FeatureStatistics(float(e["pooling_factor"])),))
-        for e in _data("mlperf_dlrm_dcnv2.json")["tables"]
-    ]
+MODELS: dict[str, Any] = _data("published_models.json")["models"]
 
 
-def merlin(model: str) -> list[Table]:
-    """Return a synthetic model of NVIDIA Merlin's distributed-embeddings, ``tiny`` (55 tables) to ``colossal``."""
-    return _of_groups(model, _data("merlin_synthetic_models.json")["models"][model])
+def published(name: str) -> list[Table]:
+    """Return a published model, one of :data:`MODELS`.
 
-
-def embark(model: str) -> list[Table]:
-    """Return a model of EMBark: ``t180`` (177 tables), ``t200``, ``t510``, or ``t7`` (446 billion weights).
-
-    Row popularity is a power law of exponent 1.1.
+    ``mlperf_dlrm_dcnv2`` has the 26 Criteo tables of MLPerf's DLRM-DCNv2, with their multi-hot sizes. Models of NVIDIA
+    Merlin's distributed-embeddings have 55 tables (``merlin_tiny``) to 2,002 (``merlin_colossal``). Those of EMBark
+    (``embark_t180``, ``embark_t7``) read rows by a power law.
     """
-    tables, batch_size = _of_groups(model, _data("embark_models.json")["models"][model]), 4096
+    model, batch_size = MODELS[name], 4096
+    tables = [
+        Table(model["table_name"].format(group=group, index=index), rows, dim, tuple(map(FeatureStatistics, factors)))
+        for group, (num_tables, rows, dim, factors) in enumerate(model["groups"])
+        for index in range(num_tables)
+    ]
+    if "exponent" not in model:
+        return tables
     lookups = [table.pooling_factor * batch_size for table in tables]
-    histogram_TK, _ = default_reuse([table.rows for table in tables], lookups, 1.1)
+    histogram_TK, _ = default_reuse([table.rows for table in tables], lookups, model["exponent"])
     return [
         replace(table, features=(FeatureStatistics(table.pooling_factor, tuple(histogram), batch_size),))
         for table, histogram in zip(tables, histogram_TK.tolist(), strict=True)
     ]
-
-
-def _of_groups(model: str, groups: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Make groups of equal tables; each table serves one feature per pooling factor."""
-    tables = []
-    for group, entry in enumerate(groups):
-        features = tuple(FeatureStatistics(float(factor)) for factor in entry["pooling_factors"])
-        tables += [
-            Table(f"{model}_{group}_{index}", entry["num_embeddings"], entry["embedding_dim"], features)
-            for index in range(entry["num_tables"])
-        ]
-    return tables
 
 
 def meta_like(seed: int = 0, num_tables: int = 856, year: int = 2021) -> list[Table]:
@@ -101,52 +86,36 @@ def meta_like(seed: int = 0, num_tables: int = 856, year: int = 2021) -> list[Ta
     growth_T = (torch.rand(num_tables, generator=generator, dtype=torch.float64) * 3.9 + 0.2).exp()
     rows_T = torch.maximum((distinct_T * growth_T).clamp(max=META_MAX_ROWS), distinct_T * 1.05).ceil().long()
     dim_T = torch.tensor(META_DIMS)[torch.randint(len(META_DIMS), (num_tables,), generator=generator)]
-    return [
-        Table(f"meta{year}_{index}", rows, dim, (FeatureStatistics(pooling, tuple(histogram), batch_size),))
-        for index, (rows, dim, pooling, histogram) in enumerate(_each(rows_T, dim_T, pooling_T, histogram_TK))
-    ]
+    return _drawn(f"meta{year}", batch_size, rows_T, dim_T, pooling_T, histogram_TK)
 
 
-def broad(seed: int = 0, num_tables: int = 800, shared: float = 0.0, name: str = "broad") -> list[Table]:
+def broad(seed: int = 0, num_tables: int = 800) -> list[Table]:
     """Draw random tables with a wide, independent range of each quantity, for cost networks to learn their bounds.
 
     Rows are log-uniform from 1 to 10^7, dims log-uniform multiples of 4 from 4 to 256. A third of the tables is read
     once per sample, one in twenty never, the others log-uniform from 0.05 to 300 times. Row popularity is a power law
     with an exponent from 0 to 1.6.
-
-    Args:
-        seed: random seed.
-        num_tables: any number.
-        shared: share of the tables that two to seven features read.
-        name: tables are called ``{name}_{index}``.
     """
     batch_size = 4096
     generator = torch.Generator().manual_seed(seed)
-    uniform_6T = torch.rand(6, num_tables, generator=generator, dtype=torch.float64)
-    rows_T = (uniform_6T[0] * math.log(1e7)).exp().long()
-    dim_T = 4 * (4 ** (uniform_6T[1] * 3)).round().long()
-    pooling_T = (math.log(0.05) + uniform_6T[2] * math.log(300 / 0.05)).exp()
-    pooling_T = torch.where(uniform_6T[3] < 1 / 3, 1.0, pooling_T)
-    pooling_T = torch.where(uniform_6T[3] > 0.95, 0.0, pooling_T)
-    histogram_TK, _ = default_reuse(rows_T, pooling_T * batch_size, 1.6 * uniform_6T[4])
-    shared_T = (uniform_6T[5] - (1 - shared)) / max(shared, 1e-9)
-    features_T = torch.where(shared_T > 0, 2 * 4**shared_T, 1).long()
+    uniform_5T = torch.rand(5, num_tables, generator=generator, dtype=torch.float64)
+    rows_T = (uniform_5T[0] * math.log(1e7)).exp().long()
+    dim_T = 4 * (4 ** (uniform_5T[1] * 3)).round().long()
+    pooling_T = (math.log(0.05) + uniform_5T[2] * math.log(300 / 0.05)).exp()
+    pooling_T = torch.where(uniform_5T[3] < 1 / 3, 1.0, pooling_T)
+    pooling_T = torch.where(uniform_5T[3] > 0.95, 0.0, pooling_T)
+    histogram_TK, _ = default_reuse(rows_T, pooling_T * batch_size, 1.6 * uniform_5T[4])
+    return _drawn("broad", batch_size, rows_T, dim_T, pooling_T, histogram_TK)
+
+
+def _drawn(
+    name: str, batch_size: int, rows_T: Tensor, dim_T: Tensor, pooling_T: Tensor, histogram_TK: Tensor
+) -> list[Table]:
+    columns = (column.tolist() for column in (rows_T, dim_T, pooling_T, histogram_TK))
     return [
-        Table(
-            f"{name}_{index}",
-            rows,
-            dim,
-            (FeatureStatistics(pooling, tuple(histogram) if pooling else None, batch_size),) * features,
-        )
-        for index, (rows, dim, pooling, histogram, features) in enumerate(
-            _each(rows_T, dim_T, pooling_T, histogram_TK, features_T)
-        )
+        Table(f"{name}_{i}", rows, dim, (FeatureStatistics(pooling, tuple(bins) if pooling else None, batch_size),))
+        for i, (rows, dim, pooling, bins) in enumerate(zip(*columns, strict=True))
     ]
-
-
-def _each(*columns: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Iterate over the tables of some columns [T, ...]."""
-    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _spread_lookups(lookups_T: Tensor, share_K: Tensor, generator: torch.Generator) -> Tensor:
@@ -164,13 +133,10 @@ def _spread_lookups(lookups_T: Tensor, share_K: Tensor, generator: torch.Generat
 
 
 POOLS: dict[str, Callable[[], list[Table]]] = {
-    "mlperf_dlrm_dcnv2": mlperf_dlrm_dcnv2,
-    **{f"merlin_{model}": partial(merlin, model) for model in MERLIN_MODELS},
-    **{f"embark_{model}": partial(embark, model) for model in EMBARK_MODELS},
+    **{name: partial(published, name) for name in MODELS},
     "meta_like_2021": lambda: meta_like(num_tables=856, year=2021),
     "meta_like_2022": lambda: meta_like(num_tables=788, year=2022),
     "broad": broad,
-    "wide": lambda: broad(num_tables=4000, shared=0.2, name="wide"),
 }
 
 

@@ -233,11 +233,7 @@ def _mixture(histogram: tuple[float, ...], distinct: float, rows: float, lookups
 
 
 def cache_hits(
-    histograms: Sequence[Sequence[float]],
-    rows: Sequence[int],
-    lookups: Sequence[float],
-    distinct: Sequence[float],
-    cached_rows: Sequence[float],
+    histograms: np.ndarray, rows: np.ndarray, lookups: np.ndarray, distinct: np.ndarray, cached_rows: np.ndarray
 ) -> Tensor:
     """Return shares of a batch's distinct rows that an LRU cache, FBGEMM's default, holds at its start, [T].
 

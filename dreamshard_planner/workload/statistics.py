@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dreamshard_planner.errors import InputWarning, StatisticsError
-from dreamshard_planner.support.documents import STRICT, parsed
+from dreamshard_planner.support.documents import STRICT, document_of, parsed
 from dreamshard_planner.support.files import read_json, write_whole
 from dreamshard_planner.support.formatting import first_of, some_of
 from dreamshard_planner.support.torch_state import neutral
@@ -229,8 +229,7 @@ class TableStatistics(dict[str, FeatureStatistics]):
 
     def to_json(self, path: str | Path) -> None:
         """Write a file that :meth:`from_json` reads back without loss; FileError if it cannot be written."""
-        features = {name: asdict(feature) for name, feature in self.items()}
-        write_whole(path, json.dumps({"schema": SCHEMA, "features": features}, indent=1))
+        write_whole(path, json.dumps({"schema": SCHEMA, "features": document_of(dict(self))}, indent=1))
 
     @classmethod
     def from_json(cls, path: str | Path) -> TableStatistics:

@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
 from dreamshard_planner import FeatureStatistics, TaskError
 from dreamshard_planner.workload.features import columns, feature_matrix, optimizer_of
-from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2, named_pool
+from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import OPTIMIZERS, Table, costed_optimizer, workloads_of
 
 
@@ -36,7 +36,7 @@ def test_optimizers_keep_the_states_that_costs_count(optimizer: EmbOptimType) ->
     kept = [getattr(kernel, f"momentum{which}_dev", torch.empty(0)).numel() for which in (1, 2)]
     costed = costed_optimizer(optimizer.name)
     assert costed != "other" and OPTIMIZERS[costed] == (kept.count(800), kept.count(100))
-    workload = replace(workloads_of(mlperf_dlrm_dcnv2(), 8)[0], optimizer=costed)
+    workload = replace(workloads_of(named_pool("mlperf_dlrm_dcnv2"), 8)[0], optimizer=costed)
     names = ("weight_states", "row_states", "stateful_optimizer")
     states = feature_matrix([workload])[0, columns(names)].tolist()
     assert states == [*OPTIMIZERS[costed], any(OPTIMIZERS[costed])]
@@ -45,7 +45,7 @@ def test_optimizers_keep_the_states_that_costs_count(optimizer: EmbOptimType) ->
 
 
 def test_pools_are_what_was_published() -> None:
-    criteo = mlperf_dlrm_dcnv2()
+    criteo = named_pool("mlperf_dlrm_dcnv2")
     assert len(criteo) == 26 and sum(table.rows for table in criteo) == 204_184_588
     assert sum(table.pooling_factor for table in criteo) == 214
     counts = {"tiny": 55, "small": 107, "medium": 311, "large": 612, "jumbo": 1022, "colossal": 2002}
