@@ -63,16 +63,14 @@ class HotCounts:
 
 
 class FeatureCounts:
-    """Sums over the batches of one feature."""
+    """Sums over the batches of one feature. Reuse, ids and hot ids are known if they are known of all lookups."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.samples = self.largest = 0
-        self.batches = self._known_batches = 0
-        self._lookups = self._distinct = self._counted = 0.0
-        self._count_K = torch.zeros(NUM_REUSE_BINS, dtype=torch.float64)
+        self.samples = self.largest = self.batches = 0
+        self._lookups = self._distinct = 0.0
+        self._count_K: Tensor | None = torch.zeros(NUM_REUSE_BINS, dtype=torch.float64)
         self._ids: IdHistogram | None = None
-        self._ids_are_rows = True
         self._hot: HotCounts | None = HotCounts()
         self._weighted = False
 
@@ -97,24 +95,24 @@ class FeatureCounts:
         self._add(part, hot)
 
     def _add(self, part: FeatureStatistics, hot: tuple[Tensor, Tensor] | None) -> None:
-        """Add the sums of some batches, with ids and their reads per batch; without a histogram, reuse is unknown."""
+        """Add the sums of some batches, with ids and their reads per batch."""
         lookups, distinct = part.batches * part.lookups, part.batches * part.rows_read
         self.batches += part.batches
         self.samples += part.batches * part.samples
         self._weighted = self._weighted or part.weighted
-        if part.reuse_histogram is not None or not lookups:
-            self._known_batches += part.batches
         if not lookups:
             return
-        ids = part.ids
-        if ids is not None and self._ids is not None:
-            ids = merge([self._ids, ids], [self._lookups, lookups], [self._distinct, distinct])
-        self._ids_are_rows = self._ids_are_rows and ids is not None
-        self._ids = ids
+        if not self._lookups:
+            self._ids = part.ids
+        elif self._ids is not None and part.ids is not None:
+            self._ids = merge([self._ids, part.ids], [self._lookups, lookups], [self._distinct, distinct])
+        else:
+            self._ids = None
         self._lookups += lookups
         self._distinct += distinct
-        if part.reuse_histogram is not None:
-            self._counted += distinct
+        if part.reuse_histogram is None:
+            self._count_K = None
+        elif self._count_K is not None:
             self._count_K += torch.tensor(part.reuse_histogram, dtype=torch.float64) * distinct
         if hot is None:
             self._hot = None
@@ -127,14 +125,13 @@ class FeatureCounts:
             raise StatisticsError(f"feature {self.name!r}: all batches are without samples")
         pooling_factor, batch_size = self._lookups / self.samples, max(1, round(self.samples / self.batches))
         histogram = distinct = None
-        if self._counted:
-            histogram = tuple((self._count_K / self._counted).tolist())
+        if self._lookups and self._count_K is not None:
+            histogram = tuple((self._count_K / self._distinct).tolist())
             # The mean batch size is rounded: distinct rows must not exceed its lookups.
-            distinct = min(self._counted / self._known_batches, pooling_factor * batch_size)
-        ids = self._ids if self._ids_are_rows else None
-        hot = None if self._hot is None or ids is None else self._hot.statistics(self.batches)
+            distinct = min(self._distinct / self.batches, pooling_factor * batch_size)
+        hot = None if self._hot is None or self._ids is None else self._hot.statistics(self.batches)
         return FeatureStatistics(
-            pooling_factor, histogram, batch_size, distinct, ids, self.batches, self._weighted, hot
+            pooling_factor, histogram, batch_size, distinct, self._ids, self.batches, self._weighted, hot
         )
 
 

@@ -138,11 +138,12 @@ def test_features_merge_over_those_that_have_them() -> None:
     merged = TableStatistics.merge([one, other])
     assert merged["a"].pooling_factor == 1.0 and merged["a"].distinct_rows == 8.0
     assert merged["b"] == one["b"] and merged["c"] == other["c"]
-    # Batches of unknown reuse count like the others; a histogram alone gives its distinct rows.
-    unknown = FeatureStatistics(4.0, None, 8), FeatureStatistics(2.0, (0.0, 1.0) + (0.0,) * 15, 8)
-    mixed = TableStatistics.merge([one, *(TableStatistics({"a": feature}) for feature in unknown)])["a"]
-    assert mixed.pooling_factor == pytest.approx(8 / 3) and mixed.reuse_histogram[:2] == pytest.approx((2 / 3, 1 / 3))
-    assert mixed.distinct_rows == pytest.approx((16 + 8) / 2) and mixed.batches == 3
+    # A histogram alone gives its distinct rows. Reuse is known if it is known of all batches.
+    alone, unknown = FeatureStatistics(2.0, (0.0, 1.0) + (0.0,) * 15, 8), FeatureStatistics(4.0, None, 8)
+    mixed = TableStatistics.merge([one, TableStatistics({"a": alone})])["a"]
+    assert mixed.reuse_histogram[:2] == pytest.approx((2 / 3, 1 / 3)) and mixed.distinct_rows == pytest.approx(12)
+    mixed = TableStatistics.merge([one, TableStatistics({"a": unknown})])["a"]
+    assert mixed == FeatureStatistics(3.0, None, 8) and mixed.batches == 2
     with pytest.raises(StatisticsError, match="'a': statistics of batches of 8 and of 4,096 samples do not merge"):
         TableStatistics.merge([one, TableStatistics({"a": FeatureStatistics(1.0, ONES, 4096, 4096.0)})])
 
