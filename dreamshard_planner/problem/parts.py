@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -52,6 +51,7 @@ HOT_ROW_PASSES = 10
 """Passes of a hot row's bytes through memory: copy, gradient, update, copy to the shard, comparison with it."""
 ROUTED_BYTES = 120
 """Bytes of memory traffic that tell a lookup of a hot row from another."""
+_NO_CACHE = CacheParams()
 
 
 @dataclass(frozen=True)
@@ -171,17 +171,8 @@ def parts_of(
     with_storage: bool,
     hot_bytes: float,
 ) -> tuple[list[Part], list[int]]:
-    """Return the parts of an option, and the index of the part of each of its shards. Shards with the same size,
-    estimates and rows, if it is known how these are read, are one part.
-
-    Args:
-        option: with its shards.
-        whole: work of the whole table.
-        group: fused group of the parts.
-        exchanges: makes the exchanges of a part.
-        with_storage: whether storage is estimated already.
-        hot_bytes: of each part.
-    """
+    """Return the parts of an option, given the work of the whole table, and the index of the part of each of its
+    shards. Shards with the same size, estimates and rows, if it is known how these are read, are one part."""
     index_of: dict[tuple[object, ...], int] = {}
     parts: list[Part] = []
     indices: list[int] = []
@@ -224,27 +215,22 @@ def sent_bytes(parts: Sequence[Part]) -> tuple[list[Collective], torch.Tensor]:
     return list(columns), bytes_PC
 
 
-_of_option = attrgetter("stochastic_rounding", "bounds_check_mode", "enforce_hbm")
-_of_cache = attrgetter("algorithm", "reserved_memory", "precision", "prefetch_pipeline", "multipass_prefetch_config")
-_NO_CACHE = CacheParams()
-_SET = (
-    "stochastic_rounding",
-    "bounds_check_mode",
-    "enforce_hbm",
-    "cache_algorithm",
-    "cache_reserved_memory",
-    "cache_precision",
-    "prefetch_pipeline",
-    "multipass_prefetch_config",
-)
-"""Fused parameters that options set. The load factor is none of them: a kernel has the mean of its tables'."""
-
-
 def set_fused_params(option: ShardingOption, of_sharder: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fused parameters of an option, else of its sharder, as
-    ``torchrec.distributed.utils.add_params_from_parameter_sharding`` sets them."""
-    own = _of_option(option) + _of_cache(option.cache_params or _NO_CACHE)
-    return {name: of_sharder.get(name) if value is None else value for name, value in zip(_SET, own, strict=True)}
+    """Return the fused parameters that options may set, of an option, else of its sharder, as
+    ``torchrec.distributed.utils.add_params_from_parameter_sharding`` sets them. The load factor is left out: a kernel
+    has the mean of its tables'."""
+    cache = option.cache_params or _NO_CACHE
+    own = {
+        "stochastic_rounding": option.stochastic_rounding,
+        "bounds_check_mode": option.bounds_check_mode,
+        "enforce_hbm": option.enforce_hbm,
+        "cache_algorithm": cache.algorithm,
+        "cache_reserved_memory": cache.reserved_memory,
+        "cache_precision": cache.precision,
+        "prefetch_pipeline": cache.prefetch_pipeline,
+        "multipass_prefetch_config": cache.multipass_prefetch_config,
+    }
+    return {name: of_sharder.get(name) if value is None else value for name, value in own.items()}
 
 
 def group_key(option: ShardingOption, table: Table, config: Any, fused_params: dict[str, Any]) -> Hashable:
@@ -368,15 +354,8 @@ class Links:
 def exchanges_of(
     option: ShardingOption, workload: Workload, topology: Topology, links: Links, element_bytes: float
 ) -> Iterable[tuple[Collective, float]]:
-    """Yield the collectives that carry a shard's output and its lookups, with the bytes between its rank and each peer.
-
-    Args:
-        option: of the shard.
-        workload: of the shard.
-        topology: of the ranks.
-        links: models of the exchanges.
-        element_bytes: bytes of one output element on the wire.
-    """
+    """Yield the collectives that carry a shard's output and its lookups, with the bytes between its rank and each peer;
+    ``element_bytes`` are those of one output element on the wire."""
     spec = type_of(option)
     name = f"{option.path or 'model'} {option.sharding_type}"
     world, host = topology.world_size, topology.intra_group_size

@@ -25,7 +25,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.options import SHARDS, EnumeratedOption, by_table, counted, fqn_of, refused
+from dreamshard_planner.search_space.options import EnumeratedOption, by_table, counted, fqn_of, refused
 from dreamshard_planner.search_space.sharding_types import KERNELS, is_known, serves
 from dreamshard_planner.support.torch_state import collector_paused
 from dreamshard_planner.torchrec_components import compat
@@ -54,22 +54,16 @@ class OncePerSize(ShardEstimator):
         if result is None:
             self._estimator.estimate(sharding_options, *args, **kwargs)
             return
-        kept_of = [[shard for shard, _ in counted(option)] for option in sharding_options]
-        sizes_of = [[tuple(shard.size) for shard in kept] for kept in kept_of]
-        probes_of = [{size: Shard([*size], [0] * len(size)) for size in dict.fromkeys(sizes)} for sizes in sizes_of]
-        # Not on copies: the perf estimator sets is_weighted on the options.
-        held = [{name: vars(option)[name] for name in SHARDS & vars(option).keys()} for option in sharding_options]
-        try:
-            for option, probes in zip(sharding_options, probes_of, strict=True):
-                option.shards = list(probes.values())
-            compat.quick(self._estimator).estimate(sharding_options, *args, **kwargs)
-        finally:
-            for option, shards in zip(sharding_options, held, strict=True):
-                vars(option).update(shards)
-        for kept, sizes, probes in zip(kept_of, sizes_of, probes_of, strict=True):
-            result_of = {size: getattr(probe, result) for size, probe in probes.items()}
-            for shard, size in zip(kept, sizes, strict=True):
-                setattr(shard, result, result_of[size])
+        probes = [copy.copy(option) for option in sharding_options]
+        for probe in probes:
+            sizes = dict.fromkeys(tuple(shard.size) for shard, _ in counted(probe))
+            probe.shards = [Shard([*size], [0] * len(size)) for size in sizes]
+        compat.quick(self._estimator).estimate(probes, *args, **kwargs)
+        for option, probe in zip(sharding_options, probes, strict=True):
+            of_size = {tuple(shard.size): getattr(shard, result) for shard in probe.shards}
+            for shard, _ in counted(option):
+                setattr(shard, result, of_size[tuple(shard.size)])
+            option.is_weighted = probe.is_weighted  # set by the perf estimator
 
 
 class TrainedOrServed(ShardEstimator):
@@ -80,19 +74,18 @@ class TrainedOrServed(ShardEstimator):
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the two raise."""
-        quantized = [option for option in sharding_options if serves(option.compute_kernel)]
-        trained = [o for o in sharding_options if is_known(o.compute_kernel) and not serves(o.compute_kernel)]
-        self._trained.estimate(trained, *args, **kwargs)
-        if quantized:
+        known = [option for option in sharding_options if is_known(option.compute_kernel)]
+        self._trained.estimate([one for one in known if not serves(one.compute_kernel)], *args, **kwargs)
+        if quantized := [one for one in known if serves(one.compute_kernel)]:
             self._served.estimate(quantized, *args, **kwargs)
         for option in sharding_options:
-            if not is_known(option.compute_kernel):
-                try:
-                    self._trained.estimate([option], *args, **kwargs)
-                except (RuntimeError, ValueError) as error:
-                    raise unpriced(
-                        option, f"TorchRec's estimator raised {type(error).__name__}, {str(error).rstrip('.')}"
-                    ) from error
+            if is_known(option.compute_kernel):
+                continue
+            try:
+                self._trained.estimate([option], *args, **kwargs)
+            except (RuntimeError, ValueError) as error:
+                why = f"TorchRec's estimator raised {type(error).__name__}, {str(error).rstrip('.')}"
+                raise unpriced(option, why) from error
 
 
 def unpriced(option: ShardingOption, why: str) -> PlannerError:
@@ -179,27 +172,29 @@ class FastEnumerator(EmbeddingEnumerator):
         constraints: dict[str, ParameterConstraints] | None = None,
         estimator: ShardEstimator | list[ShardEstimator] | None = None,
         *,
-        variants: Callable[[EnumeratedOption], Sequence[EnumeratedOption]] | None = None,
+        variants: Callable[[EnumeratedOption], Sequence[EnumeratedOption]] = lambda _: (),
         lengths: Lengths | None = None,
     ) -> None:
         super().__init__(topology, batch_size, constraints, estimator)
         # TorchRec would cut row_wise tables by the memory of each rank, and its lookup assumes equal blocks.
         self._device_memory_sizes = None
         self._estimators: list[ShardEstimator] = [OncePerSize(estimator) for estimator in self._estimators]
-        self._variants = variants
-        self._lengths = lengths
-        self._enumerating = False
+        self._variants, self._lengths, self._enumerating = variants, lengths, False
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """See ``torchrec.distributed.planner.types.Enumerator``."""
-        tables = dict.fromkeys((id(table.module), table.name) for table in shardable_tables(module, sharders))
+        tables = [*dict.fromkeys((id(table.module), table.name) for table in shardable_tables(module, sharders))]
         at_once = max(1, SHARDS_AT_ONCE // self._world_size)
+        options: list[ShardingOption] = []
+        stored: list[ShardingOption] = []
         self._enumerating = True
         try:
             with collector_paused():
-                if len(tables) <= at_once:
-                    return super().enumerate(module, sharders)
-                return self._in_parts(module, sharders, [*tables], at_once)
+                # Some at a time, since TorchRec makes all their shards before equal ones are grouped.
+                for first in range(0, len(tables), at_once):
+                    some = frozenset(tables[first : first + at_once])
+                    options += super().enumerate(module, [sharding_only(some, sharder) for sharder in sharders])
+                    stored += self.last_stored_search_space or []
         except ValueError as error:
             if not compat.tells_of_buckets(error):
                 raise
@@ -209,17 +204,6 @@ class FastEnumerator(EmbeddingEnumerator):
             ) from error
         finally:
             self._enumerating = False
-
-    def _in_parts(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], tables: list[TableKey], at_once: int
-    ) -> list[ShardingOption]:
-        """Enumerate some tables at a time, since TorchRec makes all their shards before equal ones are grouped."""
-        options: list[ShardingOption] = []
-        stored: list[ShardingOption] = []
-        for first in range(0, len(tables), at_once):
-            some = frozenset(tables[first : first + at_once])
-            options += super().enumerate(module, [sharding_only(some, sharder) for sharder in sharders])
-            stored += self.last_stored_search_space or []
         self._last_stored_search_space, self._last_stored_sharders = stored, sharders
         return options
 
@@ -238,6 +222,6 @@ class FastEnumerator(EmbeddingEnumerator):
         for of_table in by_table(options).values():
             ways: list[ShardingOption] = []
             for option in map(EnumeratedOption.of, of_table):
-                ways += [option, *(self._variants(option) if self._variants is not None else ())]
+                ways += [option, *self._variants(option)]
             chosen += sorted(ways, key=lambda way: (way.sharding_type, way.compute_kernel, -way.num_shards))
         return chosen

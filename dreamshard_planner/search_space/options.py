@@ -20,8 +20,6 @@ from torchrec.distributed.planner.types import Perf, PlannerError, PlannerErrorT
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec, is_known
 from dreamshard_planner.workload.lookups import HotRows
 
-SHARDS = {"shards", "_runs", "_ranks", "_shards"}
-"""Attributes that hold the shards of TorchRec's options and of ours."""
 _ATOMS = (str, int, type(None))
 """Immutable types, which need no copy."""
 
@@ -172,15 +170,12 @@ def unestimated(option: ShardingOption) -> ShardingOption:
 
 def places_of(option: ShardingOption) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Return offset and size of each shard, as (row, column) and (rows, columns)."""
-    kept = option._runs if isinstance(option, EnumeratedOption) else None
-    if kept is None:
-        return [(_pair(shard.offset), _pair(shard.size)) for shard in option.shards]
-    return [(_pair(run.offset(index)), _pair(run.first.size)) for run in kept for index in range(run.count)]
-
-
-def _pair(values: Sequence[int]) -> tuple[int, int]:
-    rows, columns = values
-    return rows, columns
+    places = []
+    for run in runs_of(option):
+        rows, columns = run.first.size
+        for row, column in map(run.offset, range(run.count)):
+            places.append(((row, column), (rows, columns)))
+    return places
 
 
 def ranks_of(option: ShardingOption) -> list[int | None]:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TypeVar
 
 import torch
@@ -248,25 +248,22 @@ def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, li
     Alone, such an option is the whole table with a kernel and an exchange of its own. In an EmbeddingCollection it
     would have to be as wide as the others, so it is left out.
     """
-    shared: set[tuple[str, str]] = set()
-    alone: dict[str, list[ShardingOption]] = {}
-    for fqn, options in tables.items():
+    lone: set[int] = set()
+    for options in tables.values():
         whole = {option.compute_kernel for option in options if type_of(option).is_whole}
-        for option in options:
-            if not type_of(option).is_whole and option.num_shards == 1 and option.compute_kernel in whole:
-                alone.setdefault(fqn, []).append(option)
-            else:
-                shared.add((option.path, option.sharding_type))
+        parts = (option for option in options if option.num_shards == 1 and not type_of(option).is_whole)
+        lone.update(id(option) for option in parts if option.compute_kernel in whole)
+    every = chain.from_iterable(tables.values())
+    shared = {(option.path, option.sharding_type) for option in every if id(option) not in lone}
     kept = {}
     for fqn, options in tables.items():
-        lone = alone.get(fqn, [])
-        left = {id(option) for option in lone}
-        kept[fqn] = [option for option in options if id(option) not in left]
-        # Last, so that ties go to whole tables.
-        kept[fqn] += [
+        left = [option for option in options if id(option) not in lone]
+        kept[fqn] = left + [  # last, so that ties go to whole tables
             option
-            for option in lone
-            if (option.path, option.sharding_type) in shared and not isinstance(option.module[1], EmbeddingCollection)
+            for option in options
+            if id(option) in lone
+            and (option.path, option.sharding_type) in shared
+            and not isinstance(option.module[1], EmbeddingCollection)
         ]
     return kept
 
@@ -280,18 +277,17 @@ def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[S
     def in_slices(option: ShardingOption) -> bool:
         return type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)
 
-    widths: dict[str, Counter[int]] = {}
-    forced: dict[str, Counter[int]] = {}
+    weights: dict[str, Counter[tuple[bool, int]]] = {}
     for options in tables.values():
-        only = all(type_of(option).splits_columns for option in options)
+        is_forced = all(type_of(option).splits_columns for option in options)
         for option in filter(in_slices, options):
             width = counted(option)[0][0].size[1]
-            for counter in (widths, forced) if only else (widths,):
-                counter.setdefault(option.path, Counter())[width] += option.tensor.numel()
+            weights.setdefault(option.path, Counter())[is_forced, width] += option.tensor.numel()
     common = {}
-    for path, of_all in widths.items():
-        weights = forced.get(path, of_all)
-        common[path] = max(weights, key=lambda width: (weights[width], -width))
+    for path, of_width in weights.items():
+        widths = {width: of_width[True, width] for forced, width in of_width if forced}
+        widths = widths or {width: of_width[False, width] for _, width in of_width}
+        common[path] = max(widths, key=lambda width: (widths[width], -width))
     kept = []
     for fqn, options in tables.items():
         fitting = [
