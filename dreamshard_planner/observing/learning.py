@@ -259,7 +259,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
     figures, more_bytes = defaultdict(list), bag_bytes(str(observation.hardware["device"]))
     for run in alike:
-        for operation, exchange_4 in (*_of_outputs(run), *_of_lookups(run, links.bucketing, more_bytes)):
+        for operation, exchange_4 in (*_of_outputs(run), *_of_lookups(run, links.get("bucketing"), more_bytes)):
             figures[operation].append(exchange_4)
     seen = {operation: np.array(exchanges) for operation, exchanges in figures.items()}
     learned: dict[str, Slowdown] = {}
@@ -274,7 +274,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         if fit is not None:
             learned[operation] = fit
             what = operation if operation in LOOKUPS else f"outputs by {operation}"
-            were = "not counted" if getattr(links, operation) is None else f"{100 * before:.0f} % off"
+            were = "not counted" if operation not in links else f"{100 * before:.0f} % off"
             said.append(f"{what}: were {were}, {now}")
     if not learned:
         return known, []
@@ -282,11 +282,11 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     if known is not None and known.get("hosts", 1) != first.hosts:
         said.append(f"what was measured between ranks of {known.get('hosts', 1)} host(s) is no longer known")
         measured = {}
-    counted = LOOKUPS if "lookups" in learned or links.lookups is not None else ()
+    counted = LOOKUPS if "lookups" in learned or "lookups" in links else ()
     fits: dict[str, CollectiveFit | None] = {}
     assumed = []
     for operation in (*OPERATIONS, *counted):
-        model: CollectiveModel | None = getattr(links, operation)
+        model = links.get(operation)
         if operation in learned:
             fits[operation] = learned[operation].of(_like(links, operation))
         elif model is None or operation in seen or operation in LOOKUPS:
@@ -360,7 +360,7 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, more_bytes:
 def _learned(seen_X4: np.ndarray, operation: str, links: Links) -> tuple[Slowdown | None, float, float]:
     """Return a fit that is better on held-out exchanges, if any, and the mean errors before and after; before, that of
     an operation that is not counted is 1."""
-    model = getattr(links, operation)
+    model = links.get(operation)
     before = 1.0 if model is None else float(np.abs(_shares(seen_X4, model).sum(1) - 1).mean())
     if len(seen_X4) < 2:
         return None, before, before
@@ -375,7 +375,7 @@ def _as_seen_once(seen_X4: np.ndarray, operation: str, links: Links, slower: Slo
     predicted nearer, as a factor, than before."""
     if len(seen_X4) > 1:
         return None
-    model, shares_X2 = getattr(links, operation), _shares(seen_X4, _like(links, operation))
+    model, shares_X2 = links.get(operation), _shares(seen_X4, _like(links, operation))
     before = math.inf if model is None else abs(math.log(_shares(seen_X4, model).sum()))
     return Slowdown.fitted(shares_X2) if abs(math.log((shares_X2 @ slower.times_2).sum())) < before else None
 
@@ -390,5 +390,5 @@ def _shares(seen_X4: np.ndarray, model: CollectiveModel) -> np.ndarray:
 def _like(links: Links, operation: str) -> CollectiveModel:
     """Return the model that a fit scales: the operation's own, else that of outputs on the same links; its latency is
     at least :data:`LATENCY_MS`."""
-    model: CollectiveModel = getattr(links, operation) or links.all_to_all
+    model = links.get(operation) or links["all_to_all"]
     return replace(model, latency_ms=max(model.latency_ms, LATENCY_MS))

@@ -7,14 +7,14 @@ Shapes: P parts.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import checkpoint_notes, confidence
-from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, Interconnect, fits_of
+from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, Interconnect, fits_of
 from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost, SharedCores
 from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
@@ -54,9 +54,9 @@ class CheckpointCosts:
         links, all_ranks = links_of(self.ranks.topology, self.ranks.checkpoint), self.ranks.all_ranks
         if all_ranks is None:
             return links
-        all_reduce = links_of(all_ranks, self.ranks.checkpoint).all_reduce
+        all_reduce = links_of(all_ranks, self.ranks.checkpoint)["all_reduce"]
         shared = all_reduce.shared_bytes_per_ms * self.ranks.topology.world_size / all_ranks.world_size
-        return replace(links, all_reduce=replace(all_reduce, shared_bytes_per_ms=shared))
+        return {**links, "all_reduce": replace(all_reduce, shared_bytes_per_ms=shared)}
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
         """Return the cost of a problem's shardings.
@@ -127,7 +127,7 @@ class CheckpointCosts:
         """Return notes on the sources of a plan's cost."""
         topology, checkpoint = self.ranks.topology, self.ranks.checkpoint
         measured = not self.takes_estimates and _measured(topology, checkpoint).keys() >= {*OPERATIONS}
-        uncounted = self.links().lookups is None and topology.world_size > 1 and not self.takes_estimates
+        uncounted = "lookups" not in self.links() and topology.world_size > 1 and not self.takes_estimates
         quantized = self.uses_network and _is_quantized(plan)
         uses_network = self.uses_network and not quantized
         return (
@@ -171,7 +171,7 @@ class TorchRecCosts(CheckpointCosts):
 
     def links(self) -> Links:
         """Return free exchanges, and none of lookups."""
-        return Links(*[FREE] * (len(fields(Links)) - len(LOOKUPS)))
+        return dict.fromkeys((*OPERATIONS, "host_reduce_scatter", "host_all_gather", "across", "all_to_one"), FREE)
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
         """Return the sum of estimates; the forward is everything but the backward."""
@@ -227,24 +227,24 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
 
     Measurements without lookups leave the exchange of lookups out.
     """
-    given = Interconnect.of(topology)
-    measured = _measured(topology, checkpoint)
-    counted = not measured or "lookups" in checkpoint.metadata["collectives"]["fits"]
-    bucketing = measured.get("bucketing")
+    given, measured = Interconnect.of(topology), _measured(topology, checkpoint)
     of_host = measured if given.hosts == 1 else {}
-    return Links(
-        all_to_all=measured.get("all_to_all") or given.all_to_all(),
-        reduce_scatter=measured.get("reduce_scatter") or given.reduce_scatter(),
-        all_gather=measured.get("all_gather") or given.reduce_scatter(),
-        all_reduce=measured.get("all_reduce") or given.all_reduce(),
-        host_reduce_scatter=of_host.get("reduce_scatter") or given.host_reduce_scatter(),
-        host_all_gather=of_host.get("all_gather") or given.host_reduce_scatter(),
-        across=given.across(),
-        all_to_one=given.all_to_one(),
-        lookups=measured.get("lookups") or (given.lookups() if counted else None),
-        # Each rank sorts its own ids, however many ranks there are: as if one of two got them.
-        bucketing=bucketing and replace(bucketing, world_size=2),
-    )
+    links = {
+        "all_to_all": given.all_to_all(),
+        "reduce_scatter": given.reduce_scatter(),
+        "all_gather": given.reduce_scatter(),
+        "all_reduce": given.all_reduce(),
+        "host_reduce_scatter": of_host.get("reduce_scatter") or given.host_reduce_scatter(),
+        "host_all_gather": of_host.get("all_gather") or given.host_reduce_scatter(),
+        "across": given.across(),
+        "all_to_one": given.all_to_one(),
+        **measured,
+    }
+    if not measured or "lookups" in checkpoint.metadata["collectives"]["fits"]:
+        links.setdefault("lookups", given.lookups())
+    if "bucketing" in links:  # each rank sorts its own ids, however many ranks there are: as if one of two got them
+        links["bucketing"] = replace(links["bucketing"], world_size=2)
+    return links
 
 
 def _uncounted_lookups(checkpoint: Checkpoint) -> str:

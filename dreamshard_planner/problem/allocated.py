@@ -8,7 +8,7 @@ of key-value stores, and gradients of replicas.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
@@ -32,15 +32,8 @@ _ROW_COUNTERS = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
 
 
 class AllocatedStorage(ShardEstimator):
-    """Estimates storage as TorchRec does, plus the memory that kernels allocate beyond TorchRec's count.
-
-    TorchRec's estimate without lookups is its count of allocated memory.
-
-    Args:
-        estimator: TorchRec's estimator of storage.
-        reader: of sharding options.
-        topology: the ranks.
-    """
+    """Estimates storage as TorchRec does, plus the memory that kernels allocate beyond TorchRec's count, which is
+    TorchRec's estimate without lookups."""
 
     def __init__(self, estimator: ShardEstimator, reader: OptionReader, topology: Topology) -> None:
         self._estimator, self._reader, self._topology = estimator, reader, topology
@@ -52,14 +45,10 @@ class AllocatedStorage(ShardEstimator):
         with other_lengths(sharding_options, lambda option: [0.0] * len(option.input_lengths)):
             self._estimator.estimate(sharding_options, *args, **kwargs)
         for option, estimated in zip(sharding_options, estimates, strict=True):
-            missing: dict[tuple[int, ...], Storage] = {}
             for (shard, _), storage in zip(counted(option), estimated, strict=True):
-                size = tuple(shard.size)
-                if size not in missing:
-                    missing[size] = storage + self._missing(option, size, shard.storage)
-                shard.storage = missing[size]
+                shard.storage = storage + self._missing(option, shard.size, shard.storage)
 
-    def _missing(self, option: ShardingOption, size: tuple[int, ...], seen: Storage) -> Storage:
+    def _missing(self, option: ShardingOption, size: Sequence[int], seen: Storage) -> Storage:
         """Return the bytes that a shard allocates beyond those that TorchRec has ``seen``."""
         kernel = KERNELS.get(option.compute_kernel)
         if kernel is None or kernel.serves:
@@ -68,30 +57,23 @@ class AllocatedStorage(ShardEstimator):
         device, host = allocated_bytes(option.compute_kernel, table, size, self._reader.kernel_params(option))
         if not on_gpu:
             device, host = 0, device + host
-        device, host = max(0, device - seen.hbm), max(0, host - seen.ddr)
+        device, host, more = max(0, device - seen.hbm), max(0, host - seen.ddr), 0
         if kernel.dense:
             # Every backward makes a gradient as large as the table; DDP copies that of a replica to its bucket.
             copies = 2 if type_of(option).is_replicated else 1
-            gradients = int(copies * math.prod(size) * table.weight_bytes)
-            device, host = (device + gradients, host) if on_gpu else (device, host + gradients)
+            more = int(copies * math.prod(size) * table.weight_bytes)
         if (hot := hot_rows_of(option)) is not None:  # on every rank, and so with every shard
-            replicas = self._reader.declared(option).trained_bytes(len(hot) * table.dim, table.dim)
-            device, host = (device + replicas, host) if on_gpu else (device, host + replicas)
-        return Storage(hbm=device, ddr=host)
+            more += self._reader.declared(option).trained_bytes(len(hot) * table.dim, table.dim)
+        return Storage(hbm=device + more * on_gpu, ddr=host + more * (not on_gpu))
 
 
-def allocated_bytes(name: str, table: Table, size: tuple[int, ...], params: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the bytes of device and of host memory that FBGEMM's module holds for one shard between two steps.
+def allocated_bytes(name: str, table: Table, size: Sequence[int], params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bytes of device and of host memory that FBGEMM's module holds for one shard between two steps, by the
+    kernel's name and arguments on a GPU.
 
     The formulas follow ``split_table_batched_embeddings_ops_training.py`` (``construct_split_state``,
     ``_apply_cache_state``) and ``tbe/ssd/training.py`` of FBGEMM, and ``_populate_ssd_tbe_params`` of TorchRec. Host
     memory that a key-value store takes for its own caches belongs to a whole kernel and is left out.
-
-    Args:
-        name: of the compute kernel, on a GPU.
-        table: whose shard it is.
-        size: rows and columns of the shard.
-        params: arguments of the kernel.
     """
     kernel, (rows, dim) = KERNELS[name], size
     if not rows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -144,11 +144,8 @@ class ReadProblem:
         return chosen
 
     def sharding(self, plan: Sequence[ShardingOption]) -> Sharding:
-        """Return a plan with ranks as a sharding.
-
-        Raises:
-            PlannerError: a table is missing, or is sharded as no option of this problem.
-        """
+        """Return a plan with ranks as a sharding; PlannerError if a table is missing, or is sharded as no option of
+        this problem."""
         given = {option.fqn: option for option in plan}
         options, positions = [], []
         for choices, units in zip(self.options, self.problem.tables, strict=True):
@@ -236,26 +233,23 @@ def set_fused_params(option: ShardingOption, of_sharder: Mapping[str, Any]) -> d
 def group_key(option: ShardingOption, table: Table, config: Any, fused_params: dict[str, Any]) -> Hashable:
     """Return the fields that must agree for TorchRec to fuse two shards of a rank into one kernel
     (``torchrec.distributed.embedding_sharding.group_tables``, once per module and sharding type)."""
-    tensor = option.tensor
     key_value = kernel_of(option.compute_kernel).store
     return (
         option.path,
         option.sharding_type,
         fuses_as(option.compute_kernel),
-        str(tensor.dtype),
+        str(option.tensor.dtype),
         str(getattr(config, "data_type", None)),
         str(getattr(config, "pooling", None)),
         table.weighted,
         getattr(option, "has_feature_processor", False),
-        table.optimizer,
-        repr(compat.optimizer_classes(tensor)),
-        repr(compat.optimizer_arguments(tensor)),
-        table.pooled,
+        repr(compat.optimizer_classes(option.tensor)),
+        repr(compat.optimizer_arguments(option.tensor)),
         option.name if fused_params.get("use_one_tbe_per_table") or not is_known(option.compute_kernel) else None,
         fused_params.get("output_dtype"),
         tuple(set_fused_params(option, fused_params).values()),
         repr(getattr(option, "key_value_params", None)) if key_value else None,
-        option.shards[0].size[1] if table.prefetched or key_value else None,
+        runs_of(option)[0].first.size[1] if table.prefetched or key_value else None,
     )
 
 
@@ -276,11 +270,8 @@ def _first_blocks(option: ShardingOption) -> list[int]:
 
 
 def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -> np.ndarray:
-    """Group the option's shards, given by their parts, into units, int64 [U, span].
-
-    Raises:
-        PlannerError: the shards do not fill units, or the topology has incomplete hosts.
-    """
+    """Group the option's shards, given by their parts, into units, int64 [U, span]; PlannerError if they do not fill
+    units, or the topology has incomplete hosts."""
     spec, impossible = type_of(option), impossible_types(topology)
     span = num_ranks(spec.span, topology)
     if why := impossible.get(option.sharding_type):
@@ -297,11 +288,8 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
 
 
 def positions_of(option: ShardingOption, span: int) -> tuple[int, ...]:
-    """Return the position of each of an option's units of this span, from the ranks of its shards.
-
-    Raises:
-        PlannerError: TorchRec would not run the shards on these ranks.
-    """
+    """Return the position of each of an option's units of this span, from the ranks of its shards; PlannerError if
+    TorchRec would not run the shards on these ranks."""
     positions, ranks = [], list(ranks_of(option))
     for first in range(0, len(ranks), span):
         here = ranks[first : first + span]
@@ -320,35 +308,11 @@ ORDERED_ID, ORDERED_BAG = 0.2, 1.0
 Xeon with 4 to 96 features, 1 to 100 lookups, 2 and 4 blocks: 1.5 ns an id, 7 to 15 ns a bag, and 8.4 ns."""
 
 
-@dataclass(frozen=True)
-class Links:
-    """Models of a topology's exchanges, between all ranks unless a field says otherwise."""
-
-    all_to_all: CollectiveModel
-    reduce_scatter: CollectiveModel
-    all_gather: CollectiveModel
-    all_reduce: CollectiveModel
-    """Between the ranks of all sharding groups; a rank counts as sending an n-th of the tensor to each peer."""
-    host_reduce_scatter: CollectiveModel
-    """Between the ranks of one host."""
-    host_all_gather: CollectiveModel
-    """Between the ranks of one host."""
-    across: CollectiveModel
-    """An all-to-all between the ranks of the same place on every host."""
-    all_to_one: CollectiveModel
-    """From all ranks to one, by the bytes of all ranks together."""
-    lookups: CollectiveModel | None = None
-    """Exchange of lengths, ids and weights, with TorchRec's work on them; None: not counted."""
-    bucketing: CollectiveModel | None = None
-    """Sorting of a rank's own ids into row blocks, by the bytes of the ids; None: not counted."""
-
-    def model(self, operation: str | None, over: str) -> CollectiveModel | None:
-        """Return the model of a sharding type's exchange; None without an operation."""
-        if operation is None:
-            return None
-        fields = {"world": operation, "host": f"host_{operation}", "across": "across"}
-        model: CollectiveModel = getattr(self, fields[over])
-        return model
+Links: TypeAlias = Mapping[str, CollectiveModel]
+"""Models of a topology's exchanges by operation, between all ranks but for ``all_reduce`` (those of all sharding
+groups), ``host_reduce_scatter`` and ``host_all_gather`` (those of one host), and ``across`` (an all-to-all of those of
+the same place on every host). ``all_to_one`` takes the bytes of all ranks together. ``lookups`` are lengths, ids and
+weights, with TorchRec's work on them; ``bucketing`` sorts a rank's own ids into row blocks. Both may be left out."""
 
 
 def exchanges_of(
@@ -361,33 +325,38 @@ def exchanges_of(
     world, host = topology.world_size, topology.intra_group_size
     output_bytes = workload.output_elements * element_bytes
     if serves(option.compute_kernel):
-        yield Collective(f"{name} all-to-one", "world", links.all_to_one, None), output_bytes
+        yield Collective(f"{name} all-to-one", "world", links["all_to_one"], None), output_bytes
         return
     for exchange in spec.exchanges_of(option.is_pooled):
         # If each rank is a host of its own, the ranks of the same place on every host are all ranks.
         over = "world" if host == 1 and exchange.over == "across" else exchange.over
         if host == 1 and over == "host":
             continue
-        label = f"{name} {exchange.operation.replace('_', '-')}"
-        passes = links.model(exchange.forward, over), links.model(exchange.backward, over)
+        names = {"world": "{}", "host": "host_{}", "across": "across"}
+        forward, backward = (
+            links[names[over].format(operation)] if operation else None
+            for operation in (exchange.forward, exchange.backward)
+        )
+        collective = Collective(f"{name} {exchange.operation.replace('_', '-')}", over, forward, backward)
         if exchange.operation == "all_reduce":  # of the gradient, by the ranks of all sharding groups
             gradient_bytes = workload.rows * workload.dim * workload.weight_bytes
-            yield Collective(label, over, *passes), gradient_bytes / max(world, links.all_reduce.world_size)
+            yield collective, gradient_bytes / max(world, links["all_reduce"].world_size)
         else:
-            yield Collective(label, over, *passes), output_bytes / (host if over == "host" else world)
+            yield collective, output_bytes / (host if over == "host" else world)
     if (hot := hot_rows_of(option)) is not None:
-        ranks = max(world, links.all_reduce.world_size)
-        reduced = Collective(f"{name} hot rows all-reduce", "world", None, links.all_reduce)
+        ranks = max(world, links["all_reduce"].world_size)
+        reduced = Collective(f"{name} hot rows all-reduce", "world", None, links["all_reduce"])
         yield reduced, len(hot) * workload.dim * OUTPUT_BYTES / ranks
-    if spec.is_replicated or links.lookups is None:
+    if spec.is_replicated or "lookups" not in links:
         return
     # Also between hosts, ids go straight to the rank that holds their rows.
-    model = replace(links.lookups, latency_ms=links.lookups.latency_ms * lookup_exchanges(workload.weighted))
+    model = links["lookups"]
+    model = replace(model, latency_ms=model.latency_ms * lookup_exchanges(workload.weighted))
     lookup_bytes = workload.lookup_bytes + bag_bytes(topology.compute_device) * workload.pooled_vectors
     yield Collective(f"{name} lookups", "world", model, None, of_lookups=True), lookup_bytes / world
     sorted_bytes = sorting_bytes(spec, workload.lookups, workload.pooled_vectors)
-    if sorted_bytes and links.bucketing is not None:
-        yield Collective(f"{name} bucketing", "world", links.bucketing, None, of_lookups=True), sorted_bytes / world
+    if sorted_bytes and "bucketing" in links:
+        yield Collective(f"{name} bucketing", "world", links["bucketing"], None, of_lookups=True), sorted_bytes / world
 
 
 def sorting_bytes(spec: ShardingTypeSpec, lookups: float, bags: float) -> float:

@@ -153,9 +153,9 @@ class OptionReader:
             limits_DM=limits_DM,
             bytes_PC=bytes_PC,
             collectives=Collectives(
-                collectives or [Collective("none", "world", links.all_to_all, links.all_to_all)],
+                collectives or [Collective("none", "world", links["all_to_all"], links["all_to_all"])],
                 topology.intra_group_size,
-                links.all_to_all,
+                links["all_to_all"],
             ),
             num_rules=num_rules,
         )

@@ -73,9 +73,9 @@ class AllowedTypes:
             is_mean=is_mean(table.config),
             is_weighted=bool(constraint.is_weighted) or owner.weighted_batches or owner.is_weighted,
             is_sequence=owner.is_sequence,
-            bag_mode=table.module.mode if isinstance(table.module, nn.EmbeddingBag) else None,
+            bag_mode=table.owner.module.mode if isinstance(table.owner.module, nn.EmbeddingBag) else None,
             attached=attached,
-            replicas_follow=attached and replicas_follow(table.parameter, params, table.module),
+            replicas_follow=attached and replicas_follow(table.parameter, params, table.owner.module),
             quantized=table.quantized,
             varied_batches=bool(constraint.batch_sizes) or owner.varied_batches,
             grid_takes_varied_batches=grid_takes_varied_batches(),
@@ -85,12 +85,9 @@ class AllowedTypes:
     def reasons(
         self, table: ShardableTable, constraint: ParameterConstraints, is_everywhere: bool
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the sharding types that a table may not take by the kernels of its constraint, and those that change
-        its training, each with the reason.
-
-        Args:
-            is_everywhere: whether whole tables of its module leave no rank without one.
-        """
+        """Return the sharding types that a table may not take by the kernels of its constraint, and those that
+        change its training, each with the reason; ``is_everywhere`` if whole tables of its module leave no rank
+        without one."""
         device, sharder = self.topology.compute_device, table.sharder
         supported, named = sharder.sharding_types(device), constraint.sharding_types or None
         facts = self.facts(table, constraint)
@@ -102,7 +99,7 @@ class AllowedTypes:
         output = output_type(table.owner.fused_params(constraint.output_dtype))
         uneven = facts.quantized is None and exchanges and output != torch.float32
         ruled_out = {**impossible_types(self.topology), **(self.legal.left_out(table.fqn) if self.legal else {})}
-        processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
+        processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.owner.module))
 
         def reason(kind: str) -> str | None:
             if kind not in supported:
@@ -158,13 +155,10 @@ def reasons_in_words(left_out: Mapping[str, str]) -> str:
 
 
 def usable_kernels(table: ShardableTable, constraint: ParameterConstraints, topology: Topology) -> list[str] | None:
-    """Return the compute kernels that sharder, device and constraint allow a table.
+    """Return the compute kernels that sharder, device and constraint allow a table; PlannerError if there are none.
 
-    Unknown kernels are used if they are named or the sharder offers no others. None stands for TorchRec's own choice,
-    since TorchRec's statistics list all constrained tables.
-
-    Raises:
-        PlannerError: there are none, because of the sharder or the constraint.
+    Unknown kernels are used if they are named or the sharder offers no others. None stands for TorchRec's own
+    choice, since TorchRec's statistics list all constrained tables.
     """
     sharder, compute_device = table.sharder, topology.compute_device
     types = sharder.sharding_types(compute_device)
@@ -205,15 +199,8 @@ def usable_kernels(table: ShardableTable, constraint: ParameterConstraints, topo
 
 
 def usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str] | None) -> list[str]:
-    """Return the types that all tables of one name may use, sorted.
-
-    Args:
-        left_out: types and reasons by table.
-        named: types in their constraint, else those of the planner.
-
-    Raises:
-        PlannerError: none is left; gives all reasons.
-    """
+    """Return the types that all tables of one name may use, sorted, given reasons by table and the types that their
+    constraint or the planner names; PlannerError gives all reasons if none is left."""
     usable = sorted(kind for kind in SHARDING_TYPES if not any(kind in reasons for reasons in left_out.values()))
     if usable:
         return usable
@@ -237,19 +224,11 @@ def keep_means_apart(
     left_out: Mapping[str, dict[str, str]],
 ) -> None:
     """Leave out types that break mean pooling in a module, in place, see ``MIXED_MEAN``: all tables are in blocks of
-    rows if a mean-pooled table may not be otherwise; if not, no mean-pooled table is.
-
-    Args:
-        tables: all that are planned.
-        constraints: by table name.
-        left_out: types and reasons, by fully qualified name.
-
-    Raises:
-        PlannerError: no type is left for a table.
-    """
+    rows if a mean-pooled table may not be otherwise; if not, no mean-pooled table is. PlannerError if no type is
+    left for a table."""
     modules: dict[str, list[ShardableTable]] = {}
     for table in tables:
-        modules.setdefault(table.path, []).append(table)
+        modules.setdefault(table.owner.path, []).append(table)
     for members in modules.values():
         types = {table.name: constraints[table.name].sharding_types or [] for table in members}
         means = [table for table in members if is_mean(table.config)]

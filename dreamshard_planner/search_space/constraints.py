@@ -68,10 +68,7 @@ def constraints_by_name(
     tables: Iterable[ShardableTable], constraints: Mapping[str, ParameterConstraints] | None
 ) -> dict[str, ParameterConstraints] | None:
     """Return the constraints by the tables' own names, as TorchRec looks them up. Keys of no table stay as they are.
-
-    Raises:
-        PlannerError: tables of one name have different constraints.
-    """
+    PlannerError if tables of one name have different constraints."""
     if not constraints:
         return None if constraints is None else {}
     used = {DEFAULT} | {table.fqn for table in tables}
@@ -105,11 +102,11 @@ def planning_constraints(
     by_name: dict[str, list[ShardableTable]] = {}
     outputs: dict[str, list[torch.dtype]] = {}
     for table in tables:
-        if isinstance(table.module, EmbeddingTower | EmbeddingTowerCollection):
+        if isinstance(table.owner.module, EmbeddingTower | EmbeddingTowerCollection):
             raise tower_refused(table.fqn)
         by_name.setdefault(table.name, []).append(table)
         output_dtype = getattr(expanded.get(table.name), "output_dtype", None)
-        outputs.setdefault(table.path, []).append(output_type(table.owner.fused_params(output_dtype)))
+        outputs.setdefault(table.owner.path, []).append(output_type(table.owner.fused_params(output_dtype)))
     enough = 2 * allowed.topology.world_size  # whole tables of a type leave no rank without one; a plan is checked
     everywhere = {path for path, types in outputs.items() if len(types) >= enough and len({*types}) == 1}
     planned: list[ShardableTable] = []
@@ -122,7 +119,7 @@ def planning_constraints(
             kernels = usable_kernels(table, constraint, allowed.topology)
         constraint.compute_kernels = kernels
         for table in namesakes:
-            reasons = allowed.reasons(table, constraint, table.path in everywhere)
+            reasons = allowed.reasons(table, constraint, table.owner.path in everywhere)
             expanded.left_out[table.fqn], expanded.changes[table.fqn] = reasons
         left_out = {table.fqn: expanded.left_out[table.fqn] for table in namesakes}
         constraint.sharding_types = usable_types(left_out, constraint.sharding_types or allowed.sharding_types)
@@ -176,11 +173,8 @@ def check_per_feature(values: Sequence[float], table: str, what: str) -> None:
 
 
 def per_feature(values: Sequence[float], count: int, table: str, what: str) -> list[float]:
-    """Return one value per feature; a single value holds for all.
-
-    Raises:
-        PlannerError: lengths do not match, or a value is no number or out of bounds.
-    """
+    """Return one value per feature, of which a single value holds for all; PlannerError if lengths do not match, or
+    a value is no number or out of bounds."""
     check_per_feature(values, table, what)
     if len(values) == count:
         return list(values)
@@ -193,12 +187,8 @@ def per_feature(values: Sequence[float], count: int, table: str, what: str) -> l
 
 
 def _fill_per_feature(constraint: ParameterConstraints, namesakes: Sequence[ShardableTable]) -> None:
-    """Set one value per feature in the constraint of tables of one name.
-
-    Raises:
-        PlannerError: values do not fit; if the tables differ in their number of features, they can share pooling
-            factors alone.
-    """
+    """Set one value per feature in the constraint of tables of one name; PlannerError if values do not fit. Tables
+    that differ in their number of features can share pooling factors alone."""
     first, counts = namesakes[0], {len(table.feature_names) for table in namesakes}
     features = first.feature_names
     for what in PER_FEATURE:

@@ -155,14 +155,11 @@ def sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module
 
 
 class FastEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, with equal blocks of rows also on ranks of unequal memory.
+    """TorchRec's enumerator, with ``variants`` of its options, and with equal blocks of rows also on ranks of unequal
+    memory.
 
     A table's options are sorted by sharding type and kernel, since TorchRec's order changes with Python's hash seed.
-
-    Args:
-        topology, batch_size, constraints, estimator: see TorchRec's ``EmbeddingEnumerator``.
-        variants: makes further options of one; none by default.
-        lengths: by default those of the constraints.
+    ``lengths`` are by default those of the constraints.
     """
 
     def __init__(
@@ -183,7 +180,7 @@ class FastEnumerator(EmbeddingEnumerator):
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """See ``torchrec.distributed.planner.types.Enumerator``."""
-        tables = [*dict.fromkeys((id(table.module), table.name) for table in shardable_tables(module, sharders))]
+        tables = [*dict.fromkeys((id(table.owner.module), table.name) for table in shardable_tables(module, sharders))]
         at_once = max(1, SHARDS_AT_ONCE // self._world_size)
         options: list[ShardingOption] = []
         stored: list[ShardingOption] = []

@@ -46,10 +46,8 @@ MAX_MEANT_DIM = 8192
 
 
 def table_configs(module: nn.Module, deep: bool = True) -> dict[str, Any]:
-    """Return the config of every table of ``module``, and if ``deep`` of its children, by table name.
-
-    Modules such as ``nn.EmbeddingBag`` have none.
-    """
+    """Return the config of every table of ``module``, and if ``deep`` of its children, by table name; modules such
+    as ``nn.EmbeddingBag`` have none."""
     configs: dict[str, Any] = {}
     for child in module.modules() if deep else (module,):
         for method in ("embedding_bag_configs", "embedding_configs"):
@@ -195,21 +193,12 @@ class ShardableTable:
     parameter: Tensor
 
     @property
-    def path(self) -> str:
-        """Fully qualified name of its module."""
-        return self.owner.path
-
-    @property
-    def module(self) -> nn.Module:
-        return self.owner.module
-
-    @property
     def sharder(self) -> Any:
         return self.owner.sharder
 
     @property
     def fqn(self) -> str:
-        return f"{self.path}.{self.name}".removeprefix(".")
+        return f"{self.owner.path}.{self.name}".removeprefix(".")
 
     @property
     def config(self) -> Any:
@@ -224,9 +213,11 @@ class ShardableTable:
     @property
     def quantized(self) -> Quantized | None:
         """Storage of a quantized table; None for tables that are trained."""
-        if not isinstance(self.sharder, BaseQuantEmbeddingSharder):
+        if not isinstance(self.owner.sharder, BaseQuantEmbeddingSharder):
             return None
-        apart = (self.sharder.fused_params or {}).get(SPLIT_PARAM, getattr(self.module, SPLIT_ATTRIBUTE, False))
+        apart = (self.owner.sharder.fused_params or {}).get(
+            SPLIT_PARAM, getattr(self.owner.module, SPLIT_ATTRIBUTE, False)
+        )
         return Quantized(bool(apart), self.parameter.shape[1] == getattr(self.config, "embedding_dim", None))
 
 
@@ -238,18 +229,27 @@ def checked_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> list[Modul
     return given
 
 
-def unsharded_modules(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> list[str]:
-    """Return paths of embedding modules that have no sharder: no plan has their tables."""
-    sharded = {sharder_name(sharder.module_type) for sharder in sharders}
-    found, queue = [], [("", module)]
+def _walk(
+    module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]
+) -> Iterator[tuple[str, nn.Module, ModuleSharder[nn.Module] | None]]:
+    """Yield path, module and sharder of all modules in TorchRec's order, but for those inside of sharded ones."""
+    by_name = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    queue = [("", module)]
     while queue:
         path, child = queue.pop()
-        if sharder_name(type(child)) in sharded:
-            continue
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) or table_configs(child, deep=False):
+        yield path, child, (sharder := by_name.get(sharder_name(type(child))))
+        if sharder is None:
+            queue += [(f"{path}.{name}" if path else name, grandchild) for name, grandchild in child.named_children()]
+
+
+def unsharded_modules(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> list[str]:
+    """Return paths of embedding modules that have no sharder: no plan has their tables."""
+    found: list[str] = []
+    for path, child, sharder in _walk(module, sharders):
+        is_inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
+        has_tables = isinstance(child, nn.Embedding | nn.EmbeddingBag) or table_configs(child, deep=False)
+        if sharder is None and has_tables and not is_inside:
             found.append(path)
-            continue
-        queue += [(f"{path}.{name}" if path else name, grandchild) for name, grandchild in child.named_children()]
     return sorted(found)
 
 
@@ -259,17 +259,13 @@ def shardable_tables(
     statistics: Mapping[str, FeatureStatistics] | None = None,
 ) -> list[ShardableTable]:
     """Return every table of ``module`` that has a sharder, with statistics by feature."""
-    by_name = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-    found, queue = [], [("", module)]
-    while queue:
-        path, child = queue.pop()
-        sharder = by_name.get(sharder_name(type(child)))
-        if sharder is None:
-            queue += [(f"{path}.{name}" if path else name, grandchild) for name, grandchild in child.named_children()]
-            continue
-        owner = TableModule(path, child, sharder, statistics or {})
-        found += [ShardableTable(owner, *named) for named in sharder.shardable_parameters(child).items()]
-    return found
+    owners = (TableModule(*each, statistics or {}) for each in _walk(module, sharders))
+    return [
+        ShardableTable(owner, *named)
+        for owner in owners
+        if owner.sharder is not None
+        for named in owner.sharder.shardable_parameters(owner.module).items()
+    ]
 
 
 def names_of_others(
@@ -299,7 +295,7 @@ def doubtful_tables(
     """Tables of each reason."""
     paths: dict[int, str] = {}
     for table in tables:
-        if (path := paths.setdefault(id(table.module), table.path)) != table.path:
+        if (path := paths.setdefault(id(table.owner.module), table.owner.path)) != table.owner.path:
             again = f"is also in {path!r}, the same module, which TorchRec shards once: costs and memory count it twice"
             named.setdefault(again, []).append(table.fqn)
         constraint = (constraints or {}).get(table.name, ParameterConstraints())

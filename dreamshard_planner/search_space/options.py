@@ -44,27 +44,22 @@ class AlikeShards:
         one = self.first
         return [Shard([*one.size], self.offset(index), one.storage, one.perf) for index in range(self.count)]
 
-    def copied(self) -> AlikeShards:
-        """Return a copy, to be estimated anew."""
-        one = self.first
-        return AlikeShards(Shard([*one.size], [*one.offset], one.storage, one.perf), self.step, self.count)
+
+def _copied(one: Shard) -> Shard:
+    return Shard([*one.size], [*one.offset], one.storage, one.perf, one.rank)
 
 
 def alike(shards: Iterable[Shard]) -> list[AlikeShards]:
     """Group the shards of one option, without ranks."""
     runs: list[AlikeShards] = []
-    row = column = 0  # start of the next shard of the last run
     for shard in shards:
         if runs:
-            run = runs[-1]
-            one = run.first
+            run, one = runs[-1], runs[-1].first
             if shard.size == one.size and shard.storage == one.storage and shard.perf == one.perf:
                 if run.count == 1:
-                    row, column = shard.offset
-                    run.step = (row - one.offset[0], column - one.offset[1])
-                if shard.offset[0] == row and shard.offset[1] == column:
+                    run.step = (shard.offset[0] - one.offset[0], shard.offset[1] - one.offset[1])
+                if shard.offset == run.offset(run.count):
                     run.count += 1
-                    row, column = row + run.step[0], column + run.step[1]
                     continue
         runs.append(AlikeShards(shard, (0, 0)))
     return runs
@@ -77,7 +72,6 @@ class EnumeratedOption(ShardingOption):
     """
 
     _runs: list[AlikeShards] | None
-    _ranks: list[int | None] | None
     _shards: list[Shard]
 
     @classmethod
@@ -85,26 +79,23 @@ class EnumeratedOption(ShardingOption):
         """Return ``option`` with its own attributes, not copied; shards without ranks are grouped."""
         result = cls.__new__(cls)
         result.__dict__.update(vars(option))
-        shards = result.__dict__.pop("shards", None)
-        if shards is not None and any(shard.rank is not None for shard in shards):
-            result.shards = shards
-        elif shards is not None:
-            result._runs, result._ranks = alike(shards), None
+        if (shards := result.__dict__.pop("shards", None)) is not None:
+            if all(shard.rank is None for shard in shards):
+                result._runs = alike(shards)
+            else:
+                result.shards = shards
         return result
 
     @property
     def shards(self) -> list[Shard]:
         """All shards; from now on they may be changed one by one."""
         if self._runs is not None:
-            shards = [*chain.from_iterable(run.all() for run in self._runs)]
-            for shard, rank in zip(shards, self._ranks or (), strict=self._ranks is not None):
-                shard.rank = rank
-            self.shards = shards
+            self.shards = [*chain.from_iterable(run.all() for run in self._runs)]
         return self._shards
 
     @shards.setter
     def shards(self, shards: list[Shard]) -> None:
-        self._runs, self._ranks, self._shards = None, None, shards
+        self._runs, self._shards = None, shards
 
     @property
     def num_shards(self) -> int:
@@ -124,9 +115,11 @@ class EnumeratedOption(ShardingOption):
         return total
 
     def __hash__(self) -> int:
-        ranks = tuple(ranks_of(self))
-        shards = tuple((*shard.size, *shard.offset, shard.storage, shard.perf, n) for shard, n in counted(self))
-        return hash((self.fqn, self.sharding_type, self.compute_kernel, shards, ranks, self.cache_params))
+        shards = tuple(
+            (*run.first.size, *run.first.offset, run.first.storage, run.first.perf, run.first.rank, run.count)
+            for run in runs_of(self)
+        )
+        return hash((self.fqn, self.sharding_type, self.compute_kernel, shards, self.cache_params))
 
     def __deepcopy__(self, memo: dict[int, Any] | None) -> EnumeratedOption:
         result = type(self).of(self)
@@ -134,9 +127,9 @@ class EnumeratedOption(ShardingOption):
             if name not in ("_tensor", "_module", "_shards", "_runs") and not isinstance(value, _ATOMS):
                 setattr(result, name, copy.deepcopy(value, memo))
         if self._runs is None:
-            result.shards = [Shard([*s.size], [*s.offset], s.storage, s.perf, s.rank) for s in self._shards]
+            result.shards = [_copied(shard) for shard in self._shards]
         else:
-            result._runs = [run.copied() for run in self._runs]
+            result._runs = [AlikeShards(_copied(run.first), run.step, run.count) for run in self._runs]
         return result
 
 
@@ -180,16 +173,11 @@ def places_of(option: ShardingOption) -> list[tuple[tuple[int, int], tuple[int, 
 
 def ranks_of(option: ShardingOption) -> list[int | None]:
     """Return the rank of each shard."""
-    if isinstance(option, EnumeratedOption) and option._runs is not None:
-        return [None] * option.num_shards if option._ranks is None else [*option._ranks]
-    return [shard.rank for shard in option.shards]
+    return [run.first.rank for run in runs_of(option) for _ in range(run.count)]
 
 
 def set_ranks(option: ShardingOption, ranks: Sequence[int | None] | None) -> None:
-    """Set the ranks of all shards; None to remove them."""
-    if isinstance(option, EnumeratedOption) and option._runs is not None:
-        option._ranks = None if ranks is None else [*ranks]
-        return
+    """Set the ranks of all shards, which are kept one by one from now on; None to remove them."""
     for shard, rank in zip(option.shards, repeat(None) if ranks is None else ranks, strict=ranks is not None):
         shard.rank = rank
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -60,11 +61,6 @@ class PlacementRules:
                 both = sorted(set(group) & set(other))
                 if len(both) > 1:
                     raise ValueError(f"tables {both} are to be together and apart")
-
-    @property
-    def names(self) -> list[str]:
-        """All tables that some rule names, each once."""
-        return [*dict.fromkeys(name for group in (*self.together, *self.apart, self.on_ranks) for name in group)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rules for JSON, in a canonical order."""
@@ -124,24 +120,25 @@ class LegalRanks:
         tables: Sequence[ShardableTable],
         topology: Topology,
     ) -> LegalRanks:
-        """Apply rules to a model.
-
-        Args:
-            rules: of the user.
-            tables: of the model.
-            topology: its ranks.
-
-        Raises:
-            PlannerError: a rule names an unknown table or rank, or one table by several names; or no ranks are left.
-        """
-        fqns = _fully_qualified(rules.names, tables)
-        ranks = range(topology.world_size)
+        """Apply a user's rules to the tables of a model; PlannerError if a rule names an unknown table or rank, or
+        one table by several names, or if no ranks are left."""
+        fqns: dict[str, list[str]] = {}
+        for table in sorted(tables, key=lambda table: table.fqn):
+            for name in {table.name, table.fqn}:
+                fqns.setdefault(name, []).append(table.fqn)
+        for name in chain(*rules.together, *rules.apart, rules.on_ranks):
+            if name not in fqns:
+                raise refused(
+                    f"placement_rules name table {name!r}, which the model does not have{nearest(name, fqns)}"
+                )
+        everywhere = frozenset(range(topology.world_size))
         allowed: dict[str, frozenset[int]] = {}
         for name, given in rules.on_ranks.items():
-            if given[-1] not in ranks:
-                raise refused(f"on_ranks of table {name!r} names rank {given[-1]}; there are ranks 0 to {ranks[-1]}")
+            if given[-1] not in everywhere:
+                last = topology.world_size - 1
+                raise refused(f"on_ranks of table {name!r} names rank {given[-1]}; there are ranks 0 to {last}")
             for fqn in fqns[name]:
-                allowed[fqn] = allowed.get(fqn, frozenset(ranks)) & frozenset(given)
+                allowed[fqn] = allowed.get(fqn, everywhere) & frozenset(given)
         together, apart = (tuple(_members(group, fqns) for group in groups) for groups in (rules.together, rules.apart))
         _settle(allowed, together, apart, _shares(tables), topology.world_size)
         legal = cls(topology.world_size, topology.intra_group_size, allowed, together, apart)
@@ -169,14 +166,14 @@ class LegalRanks:
         groups: dict[frozenset[int], set[str]] = {}
         for fqn, ranks in self.allowed.items():
             groups.setdefault(ranks, set()).add(fqn)
-        rules: list[tuple[set[str], list[int]]] = [
+        rules = [
             (members, [PLENTY * (rank in ranks) for rank in range(self.world_size)])
             for ranks, members in groups.items()
         ]
         rules += [(set(group), [1] * self.world_size) for group in self.apart]
-        need_PR = torch.tensor([[int(fqn in members) for members, _ in rules] for fqn in fqn_P], dtype=torch.int64)
-        room_DR = torch.tensor([room_D for _, room_D in rules], dtype=torch.int64).T
-        return need_PR.view(len(fqn_P), len(rules)), room_DR.reshape(self.world_size, len(rules))
+        need_PR = torch.tensor([[fqn in members for members, _ in rules] for fqn in fqn_P], dtype=torch.int64)
+        room_RD = torch.tensor([room_D for _, room_D in rules], dtype=torch.int64)
+        return need_PR.view(len(fqn_P), len(rules)), room_RD.view(len(rules), self.world_size).T
 
     def check(self, shardings: Mapping[str, TableSharding], name: str) -> None:
         """Raise PlannerError, naming rule and tables, for a plan that breaks a rule; groups may share any rank."""
@@ -213,10 +210,8 @@ class LegalRanks:
         """Raise PlannerError if tables that are apart do not all find a rank."""
         for group in self.apart:
             ranks = [self.allowed.get(fqn, range(self.world_size)) for fqn in group]
-            possible = np.zeros((len(group), self.world_size), dtype=np.int8)
-            for row, allowed in enumerate(ranks):
-                possible[row, list(allowed)] = 1
-            if (maximum_bipartite_matching(csr_array(possible), perm_type="column") < 0).any():
+            possible = [[rank in allowed for rank in range(self.world_size)] for allowed in ranks]
+            if (maximum_bipartite_matching(csr_array(np.array(possible, dtype=np.int8)), perm_type="column") < 0).any():
                 union = ranks_in_words(set().union(*ranks))
                 raise refused(f"the {len(group)} tables {list(group)} cannot be apart: they have {union} to share")
 
@@ -259,18 +254,6 @@ def _settle(
         rank = min(free, key=lambda rank: (loads[rank], rank))
         loads[rank] += share_of[group]
         allowed.update(dict.fromkeys(group, frozenset({rank})))
-
-
-def _fully_qualified(names: Iterable[str], tables: Sequence[ShardableTable]) -> dict[str, list[str]]:
-    """Return the tables of each name."""
-    known: dict[str, list[str]] = {}
-    for table in tables:
-        for name in {table.name, table.fqn}:
-            known.setdefault(name, []).append(table.fqn)
-    for name in names:
-        if name not in known:
-            raise refused(f"placement_rules name table {name!r}, which the model does not have{nearest(name, known)}")
-    return {name: sorted(known[name]) for name in names}
 
 
 def _members(group: Sequence[str], fqns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

@@ -83,10 +83,8 @@ UNCHANGING = frozenset(
 
 
 def in_backward_arguments(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a table's fused kernel: ``apply_optimizer_in_backward`` overrides the sharder's.
-
-    They have no ``"optimizer"`` if none was given.
-    """
+    """Return the arguments of a table's fused kernel, without ``"optimizer"`` if none was given:
+    ``apply_optimizer_in_backward`` overrides the sharder's."""
     arguments = {**(fused_params or {}), **compat.optimizer_arguments(parameter)}
     if compat.optimizer_classes(parameter) or arguments.get("optimizer") is not None:
         arguments["optimizer"] = compat.optimizer_name(parameter, fused_params)
@@ -112,13 +110,8 @@ def replica_rule(arguments: Mapping[str, Any]) -> ReplicaRule | None:
 
 
 def why_not_replicas(arguments: Mapping[str, Any], dtype: torch.dtype, module: nn.Module | None = None) -> str | None:
-    """Return why replicas would not train as a fused kernel with these arguments does, or None if they do.
-
-    Args:
-        arguments: of :func:`in_backward_arguments`, or a sharded table's ``fused_params``.
-        dtype: of its weights.
-        module: of the table, unsharded; None for a collection of TorchRec's.
-    """
+    """Return why replicas would not train as a fused kernel with these arguments does, or None if they do. The
+    module is that of an unsharded table, None for a collection of TorchRec's."""
     if module is not None and not any(
         isinstance(child, EmbeddingBagCollection | EmbeddingCollection) for child in module.modules()
     ):

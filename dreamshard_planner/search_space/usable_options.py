@@ -66,14 +66,11 @@ Own = TypeVar("Own", bound=OwnOption)
 
 
 def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[OwnOption]:
-    """Return the option with 2, 4, ... slices merged into one, or a single slice halved. All slices stay equal.
+    """Return the option with 2, 4, ... slices merged into one, or a single slice halved unless its table is in
+    ``asked`` (constraints with a ``min_partition``). All slices stay equal.
 
     Each slice repeats every lookup, so two slices are often enough. Options of an EmbeddingCollection, whose slices
     must have one width, and of unknown kernels, which an estimator prices as enumerated, get none.
-
-    Args:
-        option: TorchRec's.
-        asked: names of tables whose constraints give a ``min_partition``; these are not halved.
     """
     spec = type_of(option)
     fixed = spec.span != "rank" or isinstance(option.module[1], EmbeddingCollection | nn.EmbeddingBag)
@@ -103,13 +100,8 @@ def _sliced(kind: type[Own], option: EnumeratedOption, widths: Sequence[int]) ->
 def without_idle_halves(
     options: list[ShardingOption], alone_ms: Callable[[list[ShardingOption]], list[float]], ranks: int
 ) -> list[ShardingOption]:
-    """Return the options without halves of light tables, which level nothing and take time to search.
-
-    Args:
-        options: of all tables.
-        alone_ms: returns the milliseconds of each option.
-        ranks: number of ranks that share the tables.
-    """
+    """Return the options of all tables without halves of light ones, which level nothing between the ranks and take
+    time to search."""
     if not any(isinstance(option, Halves) for option in options):
         return options
     least_ms: dict[str, float] = {}
@@ -135,14 +127,8 @@ def other_sizes(options: Iterable[ShardingOption], given: LoadFactor) -> list[Sh
 
 
 def all_sized(plan: list[ShardingOption], given: LoadFactor) -> list[ShardingOption]:
-    """Return the plan with a cache size for all cached tables if some have one.
-
-    TorchRec gives a kernel the mean size that its tables name, also for tables that name none.
-
-    Args:
-        plan: one option per table; itself returned if nothing changes.
-        given: reads sizes.
-    """
+    """Return the plan with a cache size for all cached tables if some have one: TorchRec gives a kernel the mean
+    size that its tables name, also for tables that name none."""
     cached = [option for option in plan if option.compute_kernel == CACHING]
     unsized = {fqn_of(option) for option in cached if given(option) is None}
     if len(unsized) in (0, len(cached)):
@@ -159,11 +145,8 @@ def _with_share(option: ShardingOption, share: float) -> OwnOption:
 def as_constrained(
     search_space: Sequence[ShardingOption], constraints: Mapping[str, ParameterConstraints]
 ) -> list[ShardingOption]:
-    """Return the options whose types the constraints allow, which a user's own enumerator does not know.
-
-    Raises:
-        PlannerError: a table has none.
-    """
+    """Return the options whose types the constraints allow, which a user's own enumerator does not know;
+    PlannerError if a table has none."""
     types: dict[str, set[str]] = {}
     for name, constraint in constraints.items():
         if constraint.sharding_types:
@@ -183,11 +166,8 @@ def as_constrained(
 
 
 def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
-    """Return the options that run; of options that run alike, one.
-
-    Raises:
-        PlannerError: a table has none, or only slices of another width than its EmbeddingCollection's.
-    """
+    """Return the options that run; of options that run alike, one. PlannerError if a table has none, or only slices
+    of another width than its EmbeddingCollection's."""
     usable: dict[str, list[ShardingOption]] = {}
     for fqn, options in by_table(search_space).items():
         runs = [option for option in options if broken_cut(option, compute_device) is None]
@@ -308,14 +288,10 @@ def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[S
 def mixed_exchanges(
     plan: Sequence[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]], world_size: int
 ) -> list[str]:
-    """Return an error for each exchange whose ranks would send different types.
+    """Return an error for each exchange in which the ranks of a plan would send different types, unless it is
+    quantized.
 
     A rank sends the common type of its tables, float32 without tables, and expects the same of all others.
-
-    Args:
-        plan: with ranks.
-        sharders: of its modules; quantized exchanges have one type.
-        world_size: number of ranks.
     """
     sharder_of = {sharder_name(sharder.module_type): sharder for sharder in sharders}
     exchanged: dict[tuple[str, str], list[tuple[ShardingOption, torch.dtype]]] = {}

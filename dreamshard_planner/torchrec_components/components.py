@@ -85,11 +85,8 @@ class DreamShardEstimator(ShardEstimator):
         sharder_map: Mapping[str, object] | None = None,  # TorchRec 1.6
         sharder_data_map: Mapping[str, object] | None = None,  # TorchRec 1.7 and later
     ) -> None:
-        """Set the perf of every shard, except of unknown kernels, which keep their price.
-
-        Raises:
-            PlannerError: an option cannot be rated.
-        """
+        """Set the perf of every shard, except of unknown kernels, which keep their price; PlannerError if an option
+        cannot be rated."""
         for option, perf in zip(sharding_options, self._context.alone(sharding_options), strict=True):
             set_perf(option, perf)
 
@@ -117,11 +114,8 @@ class DreamShardPerfModel(PerfModel):
 
 
 class SearchProposer(Proposer):
-    """Proposes one plan, with ranks that :class:`DreamShardPartitioner` keeps.
-
-    Args:
-        make: returns the plan, once TorchRec's loop asks for it.
-    """
+    """Proposes one plan, which ``make`` returns once TorchRec's loop asks for it, with ranks that
+    :class:`DreamShardPartitioner` keeps."""
 
     def __init__(self, make: Callable[[], list[ShardingOption]]) -> None:
         self._make = make
@@ -184,11 +178,6 @@ def kept_baseline(
 
     Without statistics both planners assume one lookup per sample of each feature. Plans that these costs rate alike
     then differ in steps by chance, either way: see ``benchmarks/results/training-steps.md``.
-
-    Args:
-        model: the planned one.
-        plan: the searched plan.
-        theirs: TorchRec's plan; None without one that fits.
     """
     settings = model.settings
     guessed = settings.cost_source != "torchrec" and not any(
@@ -397,12 +386,9 @@ class SearchLoop:
         DreamShardEstimator(self.model.context).estimate(bare)
 
     def _searched_again(self, plan: list[ShardingOption]) -> tuple[list[ShardingOption], RatedPlan | None]:
-        """Search ranks in full for the best of many quickly placed proposals.
-
-        Returns:
-            The plan with these ranks, or as it was if the performance model rates them no better; and the outcome of
-            the search, None if it found no room without the proposal's own ranks.
-        """
+        """Search ranks in full for the best of many quickly placed proposals. Return the plan with these ranks, or
+        as it was if the performance model rates them no better; and the outcome of the search, None if it found no
+        room."""
         again = copy.deepcopy(plan)
         for option in again:
             set_ranks(option, None)

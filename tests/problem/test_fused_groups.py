@@ -26,7 +26,6 @@ import collectives_prior
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.collectives import GLOO, NCCL, CollectiveFit, CollectiveModel
 from dreamshard_planner.planning.cost_sources import FREE, links_of
-from dreamshard_planner.problem.parts import Links
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import FastEnumerator
 
@@ -94,8 +93,8 @@ def test_fused_groups_are_those_of_torchrec(seed: int) -> None:
     model, sharder = random_tables(rng), EmbeddingBagCollectionSharder(fused_params=SHARDER_PARAMS[seed % 4])
     constraints = {f"t{i}": random_constraint(rng) for i in range(12)}
     options = FastEnumerator(gpu, 64, constraints).enumerate(model, [sharder])
-    links = Links(*[FREE] * 10)
-    read = OptionReader(constraints, sharders=[sharder]).read(options, gpu, links, with_storage=False)
+    reader = OptionReader(constraints, sharders=[sharder])
+    read = reader.read(options, gpu, {"all_to_all": FREE}, with_storage=False)
     ours: dict[int, list[str]] = {}
     for option, group in zip(options, read.problem.group_P.tolist(), strict=True):
         ours.setdefault(group, []).append(option.name)
@@ -113,11 +112,11 @@ def test_fused_groups_are_those_of_torchrec(seed: int) -> None:
 )
 def test_measured_collectives_hold_for_what_they_were_measured_on(made: Topology, source: str) -> None:
     links = links_of(made, resolve("auto", "cpu"))
-    known = (links.all_to_all, links.reduce_scatter, links.all_gather, links.all_reduce)
+    known = (links["all_to_all"], links["reduce_scatter"], links["all_gather"], links["all_reduce"])
     assert all(source in model.source for model in known)
     assert (
-        links.all_to_all.world_size == made.world_size
-        and links.across.world_size == made.world_size // links.host_reduce_scatter.world_size
+        links["all_to_all"].world_size == made.world_size
+        and links["across"].world_size == made.world_size // links["host_reduce_scatter"].world_size
     )
 
 
@@ -127,9 +126,9 @@ def test_a_fit_of_two_hosts_is_for_two_hosts() -> None:
     two = replace(shipped, metadata={**shipped.metadata, "collectives": measured})
     for hosts, known in ((1, False), (2, True), (3, False)):
         links = links_of(Topology(4 * hosts, "cpu", local_world_size=4), two)
-        assert ("measured with gloo on 2 ranks of 2 x" in links.all_to_all.source) == known
-        assert ("measured" in links.all_reduce.source.replace("nothing measured", "")) == known
-        assert "nothing measured" in links.host_reduce_scatter.source  # the ranks of one host are not those two
+        assert ("measured with gloo on 2 ranks of 2 x" in links["all_to_all"].source) == known
+        assert ("measured" in links["all_reduce"].source.replace("nothing measured", "")) == known
+        assert "nothing measured" in links["host_reduce_scatter"].source  # the ranks of one host are not those two
 
 
 def test_what_passes_between_hosts_is_what_takes_long() -> None:
@@ -142,12 +141,12 @@ def test_what_passes_between_hosts_is_what_takes_long() -> None:
     def ms(link: CollectiveModel) -> float:
         return float(link.all_to_all_ms(torch.full((link.world_size,), 1e6)))
 
-    assert ms(links.all_to_all) == pytest.approx(8e6 / alone + NCCL.between_ms)
-    assert ms(links.across) == pytest.approx(1e6 / alone + NCCL.between_ms)
-    assert ms(links.host_all_gather) == pytest.approx(7e6 / (400e6 * NCCL.inside) + NCCL.inside_ms)
-    assert ms(links.reduce_scatter) == ms(links.all_gather) == pytest.approx(15e6 / rings + NCCL.between_ms)
+    assert ms(links["all_to_all"]) == pytest.approx(8e6 / alone + NCCL.between_ms)
+    assert ms(links["across"]) == pytest.approx(1e6 / alone + NCCL.between_ms)
+    assert ms(links["host_all_gather"]) == pytest.approx(7e6 / (400e6 * NCCL.inside) + NCCL.inside_ms)
+    assert ms(links["reduce_scatter"]) == ms(links["all_gather"]) == pytest.approx(15e6 / rings + NCCL.between_ms)
     # Half of the tensor, 16e6 bytes, goes to the other host, and comes back.
-    assert ms(links.all_reduce) == pytest.approx(16e6 / rings + NCCL.between_ms)
+    assert ms(links["all_reduce"]) == pytest.approx(16e6 / rings + NCCL.between_ms)
 
 
 def test_the_processor_limits_what_cpu_ranks_exchange() -> None:
@@ -157,17 +156,18 @@ def test_the_processor_limits_what_cpu_ranks_exchange() -> None:
         made = Topology(4, "cpu", local_world_size=4, intra_host_bw=400e6, ddr_mem_bw=memory)
         links = links_of(made, resolve("roofline", "cpu"))
         all_to_all, all_reduce = (
-            (link.all_to_all_ms(sent) - link.latency_ms).tolist() for link in (links.all_to_all, links.all_reduce)
+            (link.all_to_all_ms(sent) - link.latency_ms).tolist() for link in (links["all_to_all"], links["all_reduce"])
         )
         # The slowest rank sends four times as much, all together the same.
         assert all_to_all == pytest.approx([3e6 / 400e6 + 12e6 / copied, 12e6 / 400e6 + 12e6 / copied])
         assert all_reduce == pytest.approx([3e6 / GLOO.ringed_bytes_per_ms, 12e6 / GLOO.ringed_bytes_per_ms])
-        assert f"topology's {memory / 1e6:.0f} GB/s" in links.all_to_all.source and not links.all_to_all.is_measured
+        model = links["all_to_all"]
+        assert f"topology's {memory / 1e6:.0f} GB/s" in model.source and not model.is_measured
     two = links_of(Topology(8, "cpu", local_world_size=4, inter_host_bw=10e9), resolve("roofline", "cpu"))
     alike = torch.full((8,), 1e6)
     everywhere, inside, across = (
         (link.all_to_all_ms(alike[: link.world_size]) - link.latency_ms).item()
-        for link in (two.reduce_scatter, two.host_reduce_scatter, two.across)
+        for link in (two["reduce_scatter"], two["host_reduce_scatter"], two["across"])
     )
     assert (everywhere, inside) == pytest.approx((7e6 / GLOO.ringed_bytes_per_ms, 3e6 / GLOO.ringed_bytes_per_ms))
     # Four go on side by side on each of two hosts.
@@ -187,13 +187,13 @@ def test_lookups_are_exchanged_as_measured_and_else_like_other_all_to_alls() -> 
     one_host, two_hosts = Topology(4, "cpu", local_world_size=4), Topology(16, "cpu", local_world_size=8)
     checkpoint = resolve("auto", "cpu")
     measured, given = links_of(one_host, checkpoint), links_of(two_hosts, checkpoint)
-    assert measured.lookups.source == measured.all_to_all.source and measured.lookups.world_size == 4
+    assert measured["lookups"].source == measured["all_to_all"].source and measured["lookups"].world_size == 4
     # A rank sorts its own ids, whatever others do.
     id_bytes = torch.full((4,), 1e6)
     alone = CollectiveFit(**checkpoint.metadata["collectives"]["fits"]["bucketing"])
-    assert float(measured.bucketing.all_to_all_ms(id_bytes / 4)) == pytest.approx(
+    assert float(measured["bucketing"].all_to_all_ms(id_bytes / 4)) == pytest.approx(
         1e6 / alone.shared_bytes_per_ms, rel=1e-6
     )
     # Splits, lengths and ids.
-    assert given.lookups == replace(given.all_to_all, latency_ms=3 * given.all_to_all.latency_ms)
-    assert given.bucketing is None
+    assert given["lookups"] == replace(given["all_to_all"], latency_ms=3 * given["all_to_all"].latency_ms)
+    assert "bucketing" not in given

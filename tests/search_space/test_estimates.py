@@ -48,7 +48,7 @@ def by_kind(options: list[ShardingOption]) -> dict[tuple, list[str]]:
 def described(option: ShardingOption) -> list[str]:
     # The statistics of a cache are copied per table, and have no repr; ours keeps alike shards once.
     told = {**vars(option), "shards": copy.deepcopy(option).shards}
-    for name in ("_tensor", "_module", "cache_params", "_runs", "_ranks", "_shards"):
+    for name in ("_tensor", "_module", "cache_params", "_runs", "_shards"):
         told.pop(name, None)
     return [f"{k}={v!r}" for k, v in sorted(told.items())]
 
