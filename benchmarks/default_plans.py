@@ -41,8 +41,8 @@ from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.problem.estimators import estimate_all, torchrec_estimators
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.pools import named_pool

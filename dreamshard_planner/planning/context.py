@@ -20,27 +20,27 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, Option, Placemen
 from dreamshard_planner.planning.cost_sources import COST_SOURCES, CheckpointCosts
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.report import MemoryEntry, Note, Report, ReportEntry, TableEntry, noted
-from dreamshard_planner.problem.allocated import AllocatedStorage
-from dreamshard_planner.problem.parts import Links, ReadProblem
-from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.search import SearchResult
-from dreamshard_planner.search_space.constraints import PlanningConstraints
-from dreamshard_planner.search_space.enumeration import (
-    FastEnumerator,
+from dreamshard_planner.problem.estimators import (
+    AllocatedStorage,
     WithLengths,
     estimate_all,
     other_lengths,
     torchrec_estimators,
     unpriced,
 )
-from dreamshard_planner.search_space.options import by_table, counted, fqn_of, hot_rows_of, perf_of, total_ms, type_of
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, is_known
-from dreamshard_planner.search_space.usable_options import (
+from dreamshard_planner.problem.parts import Links, ReadProblem
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search.search import SearchResult
+from dreamshard_planner.search_space.constraints import PlanningConstraints
+from dreamshard_planner.search_space.enumeration import (
+    FastEnumerator,
     as_constrained,
     own_slices,
     usable_options,
     without_idle_halves,
 )
+from dreamshard_planner.search_space.options import by_table, counted, fqn_of, hot_rows_of, perf_of, total_ms, type_of
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, is_known
 from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -190,7 +190,7 @@ class PlanRater:
         return self.usable_options(without_idle_halves(allowed, self.alone_ms, self.ranks.topology.world_size))
 
     def usable_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """Return the options of :func:`~dreamshard_planner.search_space.usable_options.usable_options`."""
+        """Return the options of :func:`~dreamshard_planner.search_space.enumeration.usable_options`."""
         return usable_options(search_space, self.ranks.topology.compute_device)
 
     def certain_options(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:

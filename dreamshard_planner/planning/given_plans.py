@@ -17,6 +17,7 @@ from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingP
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
+from dreamshard_planner.search_space.enumeration import misses_rows
 from dreamshard_planner.search_space.options import (
     cannot_lie_so,
     counted,
@@ -33,7 +34,6 @@ from dreamshard_planner.search_space.options import (
     with_hot_rows,
 )
 from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, is_known
-from dreamshard_planner.search_space.usable_options import misses_rows
 from dreamshard_planner.support.formatting import NAMED, memory_in_words, some_of
 from dreamshard_planner.workload.lookups import HotRows
 

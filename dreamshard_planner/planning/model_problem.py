@@ -46,6 +46,7 @@ from dreamshard_planner.plans.report import Report
 from dreamshard_planner.problem.reader import OptionReader, check_topology
 from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.constraints import PlanningConstraints, constraints_by_name, planning_constraints
+from dreamshard_planner.search_space.enumeration import mixed_exchanges
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
     doubtful_tables,
@@ -56,7 +57,6 @@ from dreamshard_planner.search_space.modules import (
 )
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.usable_options import mixed_exchanges
 from dreamshard_planner.support.fingerprint import canonical, digest
 from dreamshard_planner.support.formatting import memory_in_words
 from dreamshard_planner.support.torch_state import single_thread

@@ -24,9 +24,9 @@ from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadline, SearchConfig, portion
 from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
+from dreamshard_planner.search_space.enumeration import all_sized, other_sizes
 from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, perf_of, ranks_of
 from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
-from dreamshard_planner.search_space.usable_options import all_sized, other_sizes
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
 
 QUICK = SearchConfig(starts=1, reshards=1, reshards_per_table=1, moves=100, last_moves=1, patience=1, effort=0.02)

@@ -21,14 +21,12 @@ from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
     PlannerErrorType,
-    Shard,
     ShardingOption,
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
-from torchrec.types import DataType
 
 from dreamshard_planner.cost.collectives import Collective, Collectives
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Option, Problem
@@ -71,21 +69,9 @@ SCALE_BYTES = 4
 """Bytes of the scale and the bias of a quantized row, 16 bits each."""
 
 
-def quantized_bytes(data_type: DataType, dim: int) -> float:
-    """Return the bytes of one weight of a quantized table, with its share of the row's scale and bias."""
-    bits = DATA_TYPE_NUM_BITS[data_type]
-    return bits / 8 + (SCALE_BYTES / dim if bits <= 8 else 0)
-
-
 class OptionReader:
-    """Reads sharding options with the user's constraints and statistics.
-
-    Args:
-        constraints: TorchRec's constraints by key, see ``constraint_of``.
-        statistics: workload statistics by feature name; they take precedence over pooling factors.
-        sharders: give fused parameters and quantized communication.
-        legal: ranks that tables may have; all by default.
-    """
+    """Reads sharding options with the user's constraints (by key, see ``constraint_of``) and statistics by feature,
+    which take precedence over pooling factors. Sharders give fused parameters and quantized communication."""
 
     def __init__(
         self,
@@ -106,17 +92,9 @@ class OptionReader:
     def read(
         self, options: Sequence[ShardingOption], topology: Topology, links: Links, with_storage: bool = True
     ) -> ReadProblem:
-        """Read the sharding problem in which each table takes one of its options.
-
-        Args:
-            options: of all tables, in any order.
-            topology: with the memory that the storage reservation left.
-            links: models of its exchanges.
-            with_storage: False before storage is estimated: memory then binds nothing.
-
-        Raises:
-            PlannerError: an option cannot be placed, or is of an embedding tower.
-        """
+        """Read the sharding problem in which each table takes one of its options, given in any order; PlannerError
+        if an option cannot be placed, or is of an embedding tower. The topology has the memory that the storage
+        reservation left, which binds nothing before storage is estimated (``with_storage=False``)."""
         tables = by_table(options)
         flat = [option for choices in tables.values() for option in choices]
         groups: dict[Any, int] = {}
@@ -133,14 +111,11 @@ class OptionReader:
             units = units_of(option, [len(parts) + index for index in indices], topology)
             parts += found
             read[fqn_of(option)].append(Option(units, option.sharding_type, option.compute_kernel))
-        needs_PM, limits_DM = torch.zeros(len(parts), len(MEMORY_KINDS), dtype=torch.int64), available_bytes(topology)
-        num_rules = 0
-        if with_storage:
-            needs_PM = needed_bytes([part.shard for part in parts])
-            if self._legal is not None:
-                need_PR, room_DR = self._legal.limits([fqn_of(part.option) for part in parts])
-                needs_PM, limits_DM = torch.cat([needs_PM, need_PR], 1), torch.cat([limits_DM, room_DR], 1)
-                num_rules = need_PR.shape[1]
+        needs_PM, limits_DM, num_rules = needed_bytes(parts, with_storage), available_bytes(topology), 0
+        if with_storage and self._legal is not None:
+            need_PR, room_DR = self._legal.limits([fqn_of(part.option) for part in parts])
+            needs_PM, limits_DM = torch.cat([needs_PM, need_PR], 1), torch.cat([limits_DM, room_DR], 1)
+            num_rules = need_PR.shape[1]
         collectives, bytes_PC = sent_bytes(parts)
         problem = Problem(
             num_ranks=topology.world_size,
@@ -295,8 +270,8 @@ class OptionReader:
         weight_bytes: float = option.tensor.element_size()
         if is_served := serves(option.compute_kernel):
             config = self._shardable(option).config
-            dim = config.embedding_dim
-            weight_bytes = quantized_bytes(config.data_type, dim)
+            dim, bits = config.embedding_dim, DATA_TYPE_NUM_BITS[config.data_type]
+            weight_bytes = bits / 8 + (SCALE_BYTES / dim if bits <= 8 else 0)
         return Table(
             name=fqn_of(option),
             rows=max(1, rows),
@@ -382,13 +357,14 @@ def check_topology(topology: Topology) -> None:
 def available_bytes(topology: Topology) -> Tensor:
     """Return the memory of every device, int64 [D, M]; negative if the reservation exceeds it."""
     check_topology(topology)
-    sizes = [[getattr(device.storage, kind.lower()) for kind in MEMORY_KINDS] for device in topology.devices]
-    return torch.tensor(
-        [[int(min(max(size, -MAX_BYTES), MAX_BYTES)) for size in row] for row in sizes], dtype=torch.int64
-    )
+    memories = [[getattr(device.storage, kind.lower()) for kind in MEMORY_KINDS] for device in topology.devices]
+    return torch.tensor([[int(min(max(size, -MAX_BYTES), MAX_BYTES)) for size in sizes] for sizes in memories])
 
 
-def needed_bytes(shards: Sequence[Shard]) -> Tensor:
-    """Return the memory that every shard needs, int64 [P, M]."""
-    needs = [[min(getattr(shard.storage, kind.lower()), 2 * MAX_BYTES) for kind in MEMORY_KINDS] for shard in shards]
+def needed_bytes(parts: Sequence[Part], with_storage: bool) -> Tensor:
+    """Return the memory that a shard of every part needs, int64 [P, M]; zeros before storage is estimated."""
+    if not with_storage:
+        return torch.zeros(len(parts), len(MEMORY_KINDS), dtype=torch.int64)
+    storages = (part.shard.storage for part in parts)
+    needs = [[min(getattr(one, kind.lower()), 2 * MAX_BYTES) for kind in MEMORY_KINDS] for one in storages]
     return torch.tensor(needs, dtype=torch.int64).view(-1, len(MEMORY_KINDS))

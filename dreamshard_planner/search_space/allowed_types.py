@@ -165,20 +165,16 @@ def usable_kernels(table: ShardableTable, constraint: ParameterConstraints, topo
     told = {kernel for kind in types for kernel in sharder.compute_kernels(kind, compute_device)}
     # Managed collisions' sharders offer kernels of GPUs on CPUs as well.
     offered = {kernel for kernel in told if compute_device != "cpu" or not in_host_memory(kernel)}
-    if not offered:
-        of_gpus = f"kernels {sorted(told)}, which need GPUs," if told else "no kernel"
-        what = of_gpus if types else "no sharding type"
-        raise refused(
-            f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers {what} on {compute_device}"
-        )
     # A sharder of trained tables that offers a kernel of quantized ones, or the other way round, cannot mean it.
     quantized = isinstance(sharder, BaseQuantEmbeddingSharder)
     fitting = {kernel for kernel in offered if serves(kernel) == quantized or not is_known(kernel)}
     if not fitting:
+        what = "no kernel" if types else "no sharding type"
+        if told:
+            needs = f"are for {'trained' if quantized else 'quantized'} tables" if offered else "need GPUs"
+            what = f"kernels {sorted(told)}, which {needs},"
         raise refused(
-            f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
-            f"others on {compute_device}, and they are for tables that are {'trained' if quantized else 'quantized'}. "
-            "Give the sharder's kernels for its own tables."
+            f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers {what} on {compute_device}"
         )
     named = constraint.compute_kernels
     if not named:

@@ -1,34 +1,62 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's search space, with further options of some tables, and its estimates in a fraction of the time.
+"""Options of a model: TorchRec's, further slices and caches, and those that are allowed and run.
 
-TorchRec's estimators read only the size of a shard, and the shards of one option have few sizes, estimated once each.
-The estimates are TorchRec's to the last bit.
+TorchRec enumerates one width of column slices per table (``min_partition``, by default 128 columns) and one cache size
+(a fifth of the rows) for tables in host memory.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import TypeVar
 
+import torch
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    PlannerError,
     Shard,
     ShardEstimator,
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import CacheParams, ModuleSharder
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.options import EnumeratedOption, by_table, counted, fqn_of, refused
-from dreamshard_planner.search_space.sharding_types import KERNELS, is_known, serves
+from dreamshard_planner.search_space.modules import exchange_codecs, fused_params, output_type, shardable_tables
+from dreamshard_planner.search_space.options import (
+    EnumeratedOption,
+    OwnOption,
+    by_table,
+    counted,
+    fqn_of,
+    ranks_of,
+    refused,
+    runs_of,
+    type_of,
+    unestimated,
+)
+from dreamshard_planner.search_space.sharding_types import (
+    CACHING,
+    MISSED_ROWS,
+    MOST_CUDA_COLUMNS,
+    SHARDING_TYPES,
+    CutFacts,
+    first_reason,
+    is_known,
+    kernel_of,
+    serves,
+)
+from dreamshard_planner.support.formatting import first_of, ranks_in_words
 from dreamshard_planner.support.torch_state import collector_paused
 from dreamshard_planner.torchrec_components import compat
+from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
 
 TableKey = tuple[int, str]
 """``id`` of a table's module, and the table's name."""
@@ -36,110 +64,14 @@ Lengths = Callable[[ShardingOption], list[float]]
 """Returns the ``input_lengths`` of an option."""
 SHARDS_AT_ONCE = 2**18
 """Tables times ranks enumerated at once; each takes some 2 KB."""
-
-
-class OncePerSize(ShardEstimator):
-    """Estimates each distinct shard size of an option once; equal shards share the resulting object.
-
-    This holds for ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator`` themselves. Other estimators, and those
-    whose hardware configuration overrides ``post_process_perfs``, which sees all shards, are called as they are.
-    """
-
-    def __init__(self, estimator: ShardEstimator) -> None:
-        self._estimator = estimator
-
-    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the wrapped estimator raises."""
-        result = compat.estimate_of_size_alone(self._estimator)
-        if result is None:
-            self._estimator.estimate(sharding_options, *args, **kwargs)
-            return
-        probes = [copy.copy(option) for option in sharding_options]
-        for probe in probes:
-            sizes = dict.fromkeys(tuple(shard.size) for shard, _ in counted(probe))
-            probe.shards = [Shard([*size], [0] * len(size)) for size in sizes]
-        compat.quick(self._estimator).estimate(probes, *args, **kwargs)
-        for option, probe in zip(sharding_options, probes, strict=True):
-            of_size = {tuple(shard.size): getattr(shard, result) for shard in probe.shards}
-            for shard, _ in counted(option):
-                setattr(shard, result, of_size[tuple(shard.size)])
-            option.is_weighted = probe.is_weighted  # set by the perf estimator
-
-
-class TrainedOrServed(ShardEstimator):
-    """One estimator for trained tables, another for quantized ones; PlannerError if no one prices a kernel."""
-
-    def __init__(self, trained: ShardEstimator, served: ShardEstimator) -> None:
-        self._trained, self._served = trained, served
-
-    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the two raise."""
-        known = [option for option in sharding_options if is_known(option.compute_kernel)]
-        self._trained.estimate([one for one in known if not serves(one.compute_kernel)], *args, **kwargs)
-        if quantized := [one for one in known if serves(one.compute_kernel)]:
-            self._served.estimate(quantized, *args, **kwargs)
-        for option in sharding_options:
-            if is_known(option.compute_kernel):
-                continue
-            try:
-                self._trained.estimate([option], *args, **kwargs)
-            except (RuntimeError, ValueError) as error:
-                why = f"TorchRec's estimator raised {type(error).__name__}, {str(error).rstrip('.')}"
-                raise unpriced(option, why) from error
-
-
-def unpriced(option: ShardingOption, why: str) -> PlannerError:
-    """Make the error of an option whose kernel is unknown and has no price."""
-    return refused(
-        f"table {fqn_of(option)!r} is to use compute kernel {option.compute_kernel!r}, whose cost is unknown: {why}. "
-        "Give the planner an enumerator with an estimator that sets its perf, or allow one of "
-        f"{', '.join(KERNELS)} in the table's ParameterConstraints.compute_kernels."
-    )
-
-
-@contextmanager
-def other_lengths(options: Sequence[ShardingOption], lengths: Lengths) -> Iterator[None]:
-    """Let estimators see other ``input_lengths`` of some options."""
-    held = [option.input_lengths for option in options]
-    try:
-        for option in options:
-            option.input_lengths = lengths(option)
-        yield
-    finally:
-        for option, own in zip(options, held, strict=True):
-            option.input_lengths = own
-
-
-class WithLengths(ShardEstimator):
-    """An estimator that sees other ``input_lengths`` of some tables, by name."""
-
-    def __init__(self, estimator: ShardEstimator, lengths: Mapping[str, list[float]]) -> None:
-        self._estimator, self._lengths = estimator, lengths
-
-    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the other estimator raises."""
-        with other_lengths(sharding_options, lambda option: self._lengths.get(option.name, option.input_lengths)):
-            self._estimator.estimate(sharding_options, *args, **kwargs)
-
-
-def torchrec_estimators(
-    topology: Topology, constraints: dict[str, ParameterConstraints] | None = None
-) -> list[ShardEstimator]:
-    """Return ``EmbeddingEnumerator``'s perf and storage estimators, faster; quantized tables have inference perf."""
-    perf, storage = compat.default_estimators(topology, constraints)
-    served = type(perf)(topology=topology, constraints=constraints, is_inference=True)
-    return [TrainedOrServed(OncePerSize(perf), OncePerSize(served)), OncePerSize(storage)]
-
-
-def estimate_all(
-    estimators: Iterable[ShardEstimator],
-    sharding_options: list[ShardingOption],
-    sharders: Sequence[ModuleSharder[nn.Module]],
-) -> None:
-    """Let every estimator set its part of every shard, in place, for any TorchRec version."""
-    arguments = compat.sharders_for_estimators(sharders)
-    for estimator in estimators:
-        estimator.estimate(sharding_options, **arguments)
+LEAST_HALF = 16
+"""Fewest columns of a half: reading a row costs at least a sector or two of memory."""
+COLUMNS_APART = 4
+"""FBGEMM's kernels want widths that are multiples of this."""
+HEAVY = 0.5
+"""Share of a rank's even load from which a table is worth halving."""
+CACHE_SHARES = (0.01, 0.05, 0.1, 0.4, 0.7)
+"""Cached shares of a table's rows, beside TorchRec's fifth."""
 
 
 def sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
@@ -175,7 +107,6 @@ class FastEnumerator(EmbeddingEnumerator):
         super().__init__(topology, batch_size, constraints, estimator)
         # TorchRec would cut row_wise tables by the memory of each rank, and its lookup assumes equal blocks.
         self._device_memory_sizes = None
-        self._estimators: list[ShardEstimator] = [OncePerSize(estimator) for estimator in self._estimators]
         self._variants, self._lengths, self._enumerating = variants, lengths, False
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
@@ -222,3 +153,271 @@ class FastEnumerator(EmbeddingEnumerator):
                 ways += [option, *self._variants(option)]
             chosen += sorted(ways, key=lambda way: (way.sharding_type, way.compute_kernel, -way.num_shards))
         return chosen
+
+
+class Halves(OwnOption):
+    """Two halves of a table that TorchRec's default width leaves whole."""
+
+
+Own = TypeVar("Own", bound=OwnOption)
+
+
+def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[OwnOption]:
+    """Return the option with 2, 4, ... slices merged into one, or a single slice halved unless its table is in
+    ``asked`` (constraints with a ``min_partition``). All slices stay equal.
+
+    Each slice repeats every lookup, so two slices are often enough. Options of an EmbeddingCollection, whose slices
+    must have one width, and of unknown kernels, which an estimator prices as enumerated, get none.
+    """
+    spec = type_of(option)
+    fixed = spec.span != "rank" or isinstance(option.module[1], EmbeddingCollection | nn.EmbeddingBag)
+    if fixed or not spec.splits_columns or not is_known(option.compute_kernel):
+        return []
+    if option.num_shards == 1:
+        width = option.shards[0].size[1]
+        even = width % (2 * COLUMNS_APART) == 0 and width // 2 >= LEAST_HALF
+        return [_sliced(Halves, option, [width // 2] * 2)] if even and option.name not in asked else []
+    wider, merged = [], 2
+    while 2 * merged <= option.num_shards:
+        if option.num_shards % merged == 0:
+            widths = [shard.size[1] for shard in option.shards]
+            joined = [sum(widths[start : start + merged]) for start in range(0, len(widths), merged)]
+            wider.append(_sliced(OwnOption, option, joined))
+        merged *= 2
+    return wider
+
+
+def _sliced(kind: type[Own], option: EnumeratedOption, widths: Sequence[int]) -> Own:
+    result, rows = kind.of(option), option.shards[0].size[0]
+    starts = accumulate(widths[:-1], initial=0)
+    result.shards = [Shard([rows, width], [0, start]) for width, start in zip(widths, starts, strict=True)]
+    return result
+
+
+def without_idle_halves(
+    options: list[ShardingOption], alone_ms: Callable[[list[ShardingOption]], list[float]], ranks: int
+) -> list[ShardingOption]:
+    """Return the options of all tables without halves of light ones, which level nothing between the ranks and take
+    time to search."""
+    if not any(isinstance(option, Halves) for option in options):
+        return options
+    least_ms: dict[str, float] = {}
+    for option, ms in zip(options, alone_ms(options), strict=True):
+        least_ms[fqn_of(option)] = min(ms, least_ms.get(fqn_of(option), math.inf))
+    # Twice as many equal tables as ranks are at the limit, but for rounding.
+    heavy_ms = (1 + 1e-9) * HEAVY * sum(least_ms.values()) / ranks
+    return [option for option in options if not isinstance(option, Halves) or least_ms[fqn_of(option)] > heavy_ms]
+
+
+LoadFactor = Callable[[ShardingOption], float | None]
+"""Returns the load factor that a constraint or the module's ``fused_params`` ask for, or None."""
+
+
+def other_sizes(options: Iterable[ShardingOption], given: LoadFactor) -> list[ShardingOption]:
+    """Return copies of cached options at other cache sizes, without estimates; none for given sizes."""
+    return [
+        unestimated(_with_share(option, share))
+        for option in options
+        if option.compute_kernel == CACHING and given(option) is None
+        for share in CACHE_SHARES
+    ]
+
+
+def all_sized(plan: list[ShardingOption], given: LoadFactor) -> list[ShardingOption]:
+    """Return the plan with a cache size for all cached tables if some have one: TorchRec gives a kernel the mean
+    size that its tables name, also for tables that name none."""
+    cached = [option for option in plan if option.compute_kernel == CACHING]
+    unsized = {fqn_of(option) for option in cached if given(option) is None}
+    if len(unsized) in (0, len(cached)):
+        return plan
+    return [_with_share(option, CACHE_LOAD_FACTOR) if fqn_of(option) in unsized else option for option in plan]
+
+
+def _with_share(option: ShardingOption, share: float) -> OwnOption:
+    result = OwnOption.of(option)
+    result.cache_params = replace(option.cache_params or CacheParams(), load_factor=share)
+    return result
+
+
+def as_constrained(
+    search_space: Sequence[ShardingOption], constraints: Mapping[str, ParameterConstraints]
+) -> list[ShardingOption]:
+    """Return the options whose types the constraints allow, which a user's own enumerator does not know;
+    PlannerError if a table has none."""
+    types: dict[str, set[str]] = {}
+    for name, constraint in constraints.items():
+        if constraint.sharding_types:
+            also = [kind for kind, spec in SHARDING_TYPES.items() if spec.runs_as in constraint.sharding_types]
+            types[name] = {*constraint.sharding_types, *also}
+    kept = [option for option in search_space if option.name not in types or option.sharding_type in types[option.name]]
+    left = by_table(kept)
+    for fqn, options in by_table(search_space).items():
+        if fqn not in left:
+            offered = sorted({option.sharding_type for option in options})
+            raise refused(
+                f"the enumerator offers table {fqn!r} only {', '.join(offered)}, and DreamShardPlanner may shard it "
+                f"{', '.join(sorted(constraints[options[0].name].sharding_types))}: give the planner the enumerator's "
+                "constraints as well"
+            )
+    return kept
+
+
+def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
+    """Return the options that run; of options that run alike, one. PlannerError if a table has none, or only slices
+    of another width than its EmbeddingCollection's."""
+    usable: dict[str, list[ShardingOption]] = {}
+    for fqn, options in by_table(search_space).items():
+        runs = [option for option in options if broken_cut(option, compute_device) is None]
+        if not runs:
+            why = "; ".join(sorted({f"{o.sharding_type}: {broken_cut(o, compute_device)}" for o in options}))
+            raise refused(
+                f"table {fqn!r} may only be sharded in ways that TorchRec cannot run ({why}): allow another type in "
+                "its ParameterConstraints.sharding_types, or another kernel in compute_kernels."
+            )
+        usable[fqn] = runs
+    return _one_width_per_collection(_without_lone_parts(usable))
+
+
+def broken_cut(option: ShardingOption, compute_device: str) -> str | None:
+    """Return why the option is never proposed though its type may be, or None if it may be as well."""
+    reasons, sizes = type_of(option).broken_cuts, [shard.size for shard, _ in counted(option)]
+    kernel = option.compute_kernel
+    facts = CutFacts(
+        kernel,
+        compute_device,
+        is_bag=isinstance(option.module[1], nn.EmbeddingBag),
+        has_slices=sizes[0][1] < option.tensor.shape[1],
+        lacks_rows=not all(size[0] for size in sizes),
+        is_too_wide=compute_device == "cuda"
+        and any(size[1] > MOST_CUDA_COLUMNS for size in sizes)
+        and is_known(kernel)
+        and not serves(kernel),
+        misses_rows=MISSED_ROWS in reasons and misses_rows(option),
+    )
+    return first_reason(reasons, facts)
+
+
+def misses_rows(option: ShardingOption) -> bool:
+    """Return whether a block starts or ends elsewhere than TorchRec's lookup assumes: at equal blocks, rounded up.
+
+    The lookups of served and of virtual tables know their blocks. Shards that do not add up to the table are
+    placeholders of an enumerator, which TorchRec does not run.
+    """
+    kernel, runs = kernel_of(option.compute_kernel), runs_of(option)
+    rows, columns = option.tensor.shape
+    held = sum(math.prod(run.first.size) * run.count for run in runs)
+    if kernel.serves or kernel.virtual or held != rows * columns:
+        return False
+    blocks = max(1, option.num_shards * runs[0].first.size[1] // columns)
+    most, index = -(-rows // blocks), 0
+    for run in runs:
+        for which in {0, run.count - 1}:
+            start = min((index + which) % blocks * most, rows)
+            if (run.offset(which)[0], run.first.size[0]) != (start, min(most, rows - start)):
+                return True
+        index += run.count
+    return False
+
+
+def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, list[ShardingOption]]:
+    """Leave out options of one slice or block unless they share kernel and exchange with others of their type.
+
+    Alone, such an option is the whole table with a kernel and an exchange of its own. In an EmbeddingCollection it
+    would have to be as wide as the others, so it is left out.
+    """
+    lone: set[int] = set()
+    for options in tables.values():
+        whole = {option.compute_kernel for option in options if type_of(option).is_whole}
+        parts = (option for option in options if option.num_shards == 1 and not type_of(option).is_whole)
+        lone.update(id(option) for option in parts if option.compute_kernel in whole)
+    every = chain.from_iterable(tables.values())
+    shared = {(option.path, option.sharding_type) for option in every if id(option) not in lone}
+    kept = {}
+    for fqn, options in tables.items():
+        left = [option for option in options if id(option) not in lone]
+        kept[fqn] = left + [  # last, so that ties go to whole tables
+            option
+            for option in options
+            if id(option) in lone
+            and (option.path, option.sharding_type) in shared
+            and not isinstance(option.module[1], EmbeddingCollection)
+        ]
+    return kept
+
+
+def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
+    """Keep one width of column slices per EmbeddingCollection, since TorchRec cannot mix widths.
+
+    This is the width with most weights among tables that can only be split by columns, else among all.
+    """
+
+    def in_slices(option: ShardingOption) -> bool:
+        return type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)
+
+    weights: dict[str, Counter[tuple[bool, int]]] = {}
+    for options in tables.values():
+        is_forced = all(type_of(option).splits_columns for option in options)
+        for option in filter(in_slices, options):
+            width = counted(option)[0][0].size[1]
+            weights.setdefault(option.path, Counter())[is_forced, width] += option.tensor.numel()
+    common = {}
+    for path, of_width in weights.items():
+        widths = {width: of_width[True, width] for forced, width in of_width if forced}
+        widths = widths or {width: of_width[False, width] for _, width in of_width}
+        common[path] = max(widths, key=lambda width: (widths[width], -width))
+    kept = []
+    for fqn, options in tables.items():
+        fitting = [
+            option
+            for option in options
+            if not in_slices(option) or {shard.size[1] for shard, _ in counted(option)} == {common[option.path]}
+        ]
+        if not fitting:
+            raise refused(
+                f"table {fqn!r} may only be sharded column_wise, in slices of another width than "
+                f"the {common[options[0].path]} of other tables of its EmbeddingCollection, which TorchRec "
+                "can't mix: give them the same min_partition, or allow another sharding type."
+            )
+        kept += fitting
+    return kept
+
+
+def mixed_exchanges(
+    plan: Sequence[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]], world_size: int
+) -> list[str]:
+    """Return an error for each exchange in which the ranks of a plan would send different types, unless it is
+    quantized.
+
+    A rank sends the common type of its tables, float32 without tables, and expects the same of all others.
+    """
+    sharder_of = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    exchanged: dict[tuple[str, str], list[tuple[ShardingOption, torch.dtype]]] = {}
+    for option in plan:
+        sharder = sharder_of.get(sharder_name(type(option.module[1])))
+        alike = type_of(option).is_replicated or serves(option.compute_kernel)
+        if not alike and not exchange_codecs(sharder):
+            output = output_type(fused_params(option.module[1], sharder, option.output_dtype))
+            exchanged.setdefault((option.path, option.sharding_type), []).append((option, output))
+    texts = []
+    for (path, kind), tables in exchanged.items():
+        types: dict[int | None, torch.dtype] = {}
+        for option, output in tables:
+            for rank in {*ranks_of(option)}:
+                types[rank] = torch.promote_types(types.get(rank, output), output)
+        sent: dict[torch.dtype, list[int]] = {}
+        for rank in range(world_size):
+            sent.setdefault(types.get(rank, torch.float32), []).append(rank)
+        if len(sent) == 1:
+            continue
+        named = first_of([f"{fqn_of(option)!r} {_name(output)}" for option, output in tables])
+        by_ranks = ", ".join(f"{_name(output)} by {ranks_in_words(ranks)}" for output, ranks in sent.items())
+        texts.append(
+            f"TorchRec cannot exchange the {kind} outputs of module {path!r}, since ranks would send different types: "
+            f"{by_ranks} (float32 by ranks without such a table). Its tables put out {named}: leave output_dtype out "
+            "of their constraints and sharder, or allow them row_wise alone."
+        )
+    return texts
+
+
+def _name(output: torch.dtype) -> str:
+    return str(output).removeprefix("torch.")

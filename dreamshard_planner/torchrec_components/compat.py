@@ -113,12 +113,9 @@ def sharders_for_estimators(sharders: Iterable[ModuleSharder[nn.Module]]) -> dic
 
 
 def estimate_of_size_alone(estimator: ShardEstimator) -> str | None:
-    """Return ``perf`` or ``storage``, whichever ``estimator`` sets from nothing of a shard but its size; None for any
-    estimator but TorchRec's ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator``.
-
-    A hardware configuration that overrides ``post_process_perfs`` sees all shards together. Its annotated methods see
-    sizes alone, in TorchRec's ``ShardPerfContext``.
-    """
+    """Return ``perf`` or ``storage``, whichever ``estimator`` sets from nothing of a shard but its size; None for
+    any estimator but TorchRec's ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator``, and for hardware
+    configurations whose ``post_process_perfs`` sees all shards together."""
     if type(estimator) is shard_estimators.EmbeddingStorageEstimator:
         return "storage"
     if type(estimator) is shard_estimators.EmbeddingPerfEstimator:
@@ -199,10 +196,8 @@ def place_shard(shard: ShardMetadata, compute_device: str, local_world_size: int
 
 def lookups_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the sharding type and the lookup of every group of a sharded module's tables; nothing for other modules.
-
-    ``ShardedEmbeddingBagCollection`` and ``ShardedEmbeddingCollection`` keep lookups in a plain list, out of reach of
-    ``modules()``; the lookup of replicas is wrapped in DDP.
-    """
+    ``ShardedEmbeddingBagCollection`` and ``ShardedEmbeddingCollection`` keep lookups in a plain list, out of reach
+    of ``modules()``; the lookup of replicas is wrapped in DDP."""
     kinds: Any = getattr(module, "_sharding_types", None) or getattr(module, "_sharding_type_to_sharding", ())
     lookups: Any = getattr(module, "_lookups", ())
     yield from zip(kinds, lookups, strict=False)
@@ -231,14 +226,9 @@ def replace_sequence_output(
     batch: KeyedJaggedTensor,
     replacement: Callable[[Awaitable[Tensor], Tensor | None], Awaitable[Tensor]],
 ) -> None:
-    """Replace what an ``EmbeddingCollectionAwaitable`` waits for.
-
-    Args:
-        number: of the sharding type.
-        batch: lookups of the embeddings that come instead.
-        replacement: makes these embeddings from those that came, and from the number of each lookup among them (None
-            without index dedup).
-    """
+    """Replace what an ``EmbeddingCollectionAwaitable`` waits for, for the sharding type with this number, by the
+    embeddings of lookups in ``batch``. ``replacement`` makes them from those that came, and from the number of each
+    lookup among them (None without index dedup)."""
     context = outputs._ctx = copy.copy(outputs._ctx)
     unique = None
     if context.reverse_indices:

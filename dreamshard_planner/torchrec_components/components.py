@@ -103,11 +103,8 @@ class DreamShardPerfModel(PerfModel):
     @neutral()
     @torch.no_grad()
     def rate(self, plan: list[ShardingOption]) -> float:
-        """Return the overall cost in milliseconds, plus :data:`TIE_WEIGHT` of the compute of all ranks.
-
-        Raises:
-            PlannerError: an unpriced kernel, tables that depend on others, or impossible ranks.
-        """
+        """Return the overall cost in milliseconds, plus :data:`TIE_WEIGHT` of the compute of all ranks; PlannerError
+        for an unpriced kernel, tables that depend on others, or impossible ranks."""
         with single_thread():
             costs = self._context.rated(plan).costs
         return float(costs.overall_ms_B[0] + TIE_WEIGHT * costs.device_ms_BD.sum())
@@ -271,18 +268,8 @@ class GivenComponents:
 
 
 class SearchLoop:
-    """Components of one run of TorchRec's loop, and the plan that is made of the loop's.
-
-    Args:
-        model: the problem of the module.
-        given: components to use instead of ours.
-        plan_loader: of the planner; ours is bound to this problem.
-        falls_back: whether TorchRec's plan is taken if ours gains too little.
-        remembered: observed plans of the model's tables.
-
-    Attributes:
-        proposers, partitioner, perf_model: the components of the loop.
-    """
+    """Components of one run of TorchRec's loop (``proposers``, ``partitioner``, ``perf_model``), and the plan that
+    is made of the loop's. Given components replace ours; a plan loader of ours is bound to this problem."""
 
     def __init__(
         self,
@@ -321,14 +308,11 @@ class SearchLoop:
         return self.found.proposal
 
     def chosen(self, plan: list[ShardingOption], proposals: int) -> ChosenPlan:
-        """Return the plan that the user's callbacks get for TorchRec's best plan.
+        """Return the plan that the user's callbacks get for TorchRec's best plan of so many proposals (0 if it was
+        loaded).
 
-        TorchRec takes only the shards of a loaded plan; load factors and promotions come from the file. TorchRec's own
-        plan is taken if ours gains too little. The best of many proposals is searched again in full.
-
-        Args:
-            plan: TorchRec's best plan.
-            proposals: number of partitioned proposals; 0 if the plan was loaded.
+        TorchRec takes only the shards of a loaded plan; load factors and promotions come from the file. TorchRec's
+        own plan is taken if ours gains too little. The best of many proposals is searched again in full.
         """
         if self._loader is not None:
             self._estimate(self._loader.options)

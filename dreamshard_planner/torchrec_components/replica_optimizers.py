@@ -136,15 +136,10 @@ def _attach(
 class ReplicaOptimizer(FusedOptimizer):
     """Updates this rank's replicas of one group of tables by their averaged gradient, as FBGEMM's kernel does.
 
-    States, names and learning rate are those of TorchRec's ``EmbeddingFusedOptimizer``. The rate of the parameter group
-    takes effect with :meth:`step` or :meth:`zero_grad`.
-
-    Args:
-        kernel: FBGEMM's dense kernel.
-        parameters: the tables in its weights, in order, by name.
-        arguments: of the fused kernel that it replaces.
-        replicas: DDP around the kernel.
-        ranks: number of ranks of a sharded table.
+    States, names and learning rate are those of TorchRec's ``EmbeddingFusedOptimizer``. The rate of the parameter
+    group takes effect with :meth:`step` or :meth:`zero_grad`. ``parameters`` are the tables in the weights of
+    FBGEMM's dense kernel, in order, by name; ``arguments`` those of the fused kernel that it replaces; ``ranks`` the
+    ranks of a sharded table.
     """
 
     def __init__(

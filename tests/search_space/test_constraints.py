@@ -20,10 +20,9 @@ from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatis
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.enumeration import FastEnumerator
+from dreamshard_planner.search_space.enumeration import FastEnumerator, own_slices
 from dreamshard_planner.search_space.options import is_torchrecs
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW, TWRW
-from dreamshard_planner.search_space.usable_options import own_slices
 
 SHARDERS = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 GIB = 2**30

@@ -18,7 +18,8 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder, PipelineType
 
-from dreamshard_planner.search_space.enumeration import FastEnumerator, OncePerSize, estimate_all, torchrec_estimators
+from dreamshard_planner.problem.estimators import OncePerSize, estimate_all, torchrec_estimators
+from dreamshard_planner.search_space.enumeration import FastEnumerator
 from tests.mixed_models import mixed_case
 
 
@@ -57,7 +58,8 @@ def described(option: ShardingOption) -> list[str]:
 def test_options_and_estimates_are_those_of_torchrec(seed: int) -> None:
     model, sharders, topology, constraints = case_of(seed)
     theirs = EmbeddingEnumerator(topology, 512, constraints).enumerate(model, sharders)
-    ours = FastEnumerator(topology, 512, constraints).enumerate(model, sharders)
+    estimators = torchrec_estimators(topology, constraints)
+    ours = FastEnumerator(topology, 512, constraints, estimators).enumerate(model, sharders)
     assert by_kind(ours) == by_kind(theirs)
     assert list(dict.fromkeys(o.fqn for o in ours)) == list(dict.fromkeys(o.fqn for o in theirs))
     kinds = [(o.fqn, o.sharding_type, o.compute_kernel) for o in ours]
@@ -125,7 +127,7 @@ def test_estimators_of_the_user_keep_their_say(own: str) -> None:
             config.device_bw = 77.0
         estimator = EmbeddingPerfEstimatorFactory.create_with_config(config, topology=topology)
     theirs = EmbeddingEnumerator(topology, 512, estimator=estimator).enumerate(model, sharders)
-    ours = FastEnumerator(topology, 512, estimator=estimator).enumerate(model, sharders)
+    ours = FastEnumerator(topology, 512, estimator=OncePerSize(estimator)).enumerate(model, sharders)
     assert by_kind(ours) == by_kind(theirs)
     estimate_all(torchrec_estimators(topology)[:1], theirs, sharders)
     assert by_kind(ours) != by_kind(theirs)

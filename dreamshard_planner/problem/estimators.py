@@ -1,23 +1,36 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Memory that kernels allocate beyond TorchRec's estimate of storage.
+"""TorchRec's estimates, to the last bit, in a fraction of the time; and the memory that kernels allocate beyond them.
 
-The estimate misses row-wise optimizer states of tables in unified memory, states in fp32 beside weights in fp16, caches
-of key-value stores, and gradients of replicas.
+TorchRec's estimators read only the size of a shard, and the shards of one option have few sizes, estimated once each.
+The estimate of storage misses row-wise optimizer states of tables in unified memory, states in fp32 beside weights in
+fp16, caches of key-value stores, and gradients of replicas.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
-from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Storage, Topology
+from torch import nn
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    Shard,
+    ShardEstimator,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.enumeration import other_lengths
-from dreamshard_planner.search_space.options import counted, hot_rows_of, type_of
-from dreamshard_planner.search_space.sharding_types import KERNELS
+from dreamshard_planner.search_space.options import counted, fqn_of, hot_rows_of, refused, type_of
+from dreamshard_planner.search_space.sharding_types import KERNELS, is_known, serves
+from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.tables import OPTIMIZERS, STATE_BYTES, Table
 
 CACHE_SET_ROWS = 32
@@ -29,6 +42,112 @@ EVICTED_BYTES = 12
 _PRECISION_BYTES = {"FP32": 4, "FP16": 2, "NFP8": 2}
 _ROW_COUNTERS = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
 """Values per row that row-wise Adagrad keeps for modes of weight decay."""
+
+
+class OncePerSize(ShardEstimator):
+    """Estimates each distinct shard size of an option once; equal shards share the resulting object.
+
+    This holds for ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator`` themselves. Other estimators, and those
+    whose hardware configuration overrides ``post_process_perfs``, which sees all shards, are called as they are.
+    """
+
+    def __init__(self, estimator: ShardEstimator) -> None:
+        self._estimator = estimator
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the wrapped estimator raises."""
+        result = compat.estimate_of_size_alone(self._estimator)
+        if result is None:
+            self._estimator.estimate(sharding_options, *args, **kwargs)
+            return
+        probes = [copy.copy(option) for option in sharding_options]
+        for probe in probes:
+            sizes = dict.fromkeys(tuple(shard.size) for shard, _ in counted(probe))
+            probe.shards = [Shard([*size], [0] * len(size)) for size in sizes]
+        compat.quick(self._estimator).estimate(probes, *args, **kwargs)
+        for option, probe in zip(sharding_options, probes, strict=True):
+            of_size = {tuple(shard.size): getattr(shard, result) for shard in probe.shards}
+            for shard, _ in counted(option):
+                setattr(shard, result, of_size[tuple(shard.size)])
+            option.is_weighted = probe.is_weighted  # set by the perf estimator
+
+
+class TrainedOrServed(ShardEstimator):
+    """One estimator for trained tables, another for quantized ones; PlannerError if no one prices a kernel."""
+
+    def __init__(self, trained: ShardEstimator, served: ShardEstimator) -> None:
+        self._trained, self._served = trained, served
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the two raise."""
+        known = [option for option in sharding_options if is_known(option.compute_kernel)]
+        self._trained.estimate([one for one in known if not serves(one.compute_kernel)], *args, **kwargs)
+        if quantized := [one for one in known if serves(one.compute_kernel)]:
+            self._served.estimate(quantized, *args, **kwargs)
+        for option in sharding_options:
+            if is_known(option.compute_kernel):
+                continue
+            try:
+                self._trained.estimate([option], *args, **kwargs)
+            except (RuntimeError, ValueError) as error:
+                why = f"TorchRec's estimator raised {type(error).__name__}, {str(error).rstrip('.')}"
+                raise unpriced(option, why) from error
+
+
+def unpriced(option: ShardingOption, why: str) -> PlannerError:
+    """Make the error of an option whose kernel is unknown and has no price."""
+    return refused(
+        f"table {fqn_of(option)!r} is to use compute kernel {option.compute_kernel!r}, whose cost is unknown: {why}. "
+        "Give the planner an enumerator with an estimator that sets its perf, or allow one of "
+        f"{', '.join(KERNELS)} in the table's ParameterConstraints.compute_kernels."
+    )
+
+
+@contextmanager
+def other_lengths(
+    options: Sequence[ShardingOption], lengths: Callable[[ShardingOption], list[float]]
+) -> Iterator[None]:
+    """Let estimators see other ``input_lengths`` of some options."""
+    held = [option.input_lengths for option in options]
+    try:
+        for option in options:
+            option.input_lengths = lengths(option)
+        yield
+    finally:
+        for option, own in zip(options, held, strict=True):
+            option.input_lengths = own
+
+
+class WithLengths(ShardEstimator):
+    """An estimator that sees other ``input_lengths`` of some tables, by name."""
+
+    def __init__(self, estimator: ShardEstimator, lengths: Mapping[str, list[float]]) -> None:
+        self._estimator, self._lengths = estimator, lengths
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the other estimator raises."""
+        with other_lengths(sharding_options, lambda option: self._lengths.get(option.name, option.input_lengths)):
+            self._estimator.estimate(sharding_options, *args, **kwargs)
+
+
+def torchrec_estimators(
+    topology: Topology, constraints: dict[str, ParameterConstraints] | None = None
+) -> list[ShardEstimator]:
+    """Return ``EmbeddingEnumerator``'s perf and storage estimators, faster; quantized tables have inference perf."""
+    perf, storage = compat.default_estimators(topology, constraints)
+    served = type(perf)(topology=topology, constraints=constraints, is_inference=True)
+    return [TrainedOrServed(OncePerSize(perf), OncePerSize(served)), OncePerSize(storage)]
+
+
+def estimate_all(
+    estimators: Iterable[ShardEstimator],
+    sharding_options: list[ShardingOption],
+    sharders: Sequence[ModuleSharder[nn.Module]],
+) -> None:
+    """Let every estimator set its part of every shard, in place, for any TorchRec version."""
+    arguments = compat.sharders_for_estimators(sharders)
+    for estimator in estimators:
+        estimator.estimate(sharding_options, **arguments)
 
 
 class AllocatedStorage(ShardEstimator):
