@@ -4,7 +4,7 @@ topology, placement rules, TorchRec's defects, or exact training."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +92,8 @@ class AllowedTypes:
         supported, named = sharder.sharding_types(device), constraint.sharding_types or None
         facts = self.facts(table, constraint)
         changes = {kind: why for kind in SHARDING_TYPES if (why := inexact(kind, facts))}
-        offered = [kind for kind in supported if _offers(sharder.compute_kernels(kind, device), constraint)]
+        only = constraint.compute_kernels
+        offered = {one for one in supported if not only or {*only} & {*sharder.compute_kernels(one, device)}}
         # A sharder, or kernels of a constraint, that leave nothing else are consent as a constraint's types are.
         exact = self.exact_training and any(kind in SHARDING_TYPES and kind not in changes for kind in offered)
         exchanges = self.topology.world_size > 1 and not exchange_codecs(sharder)
@@ -113,8 +114,7 @@ class AllowedTypes:
             if why := ruled_out.get(kind) or broken(kind, facts):
                 return why
             if kind not in offered:
-                kernels = sharder.compute_kernels(kind, device)
-                return f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
+                return f"it takes compute kernels {sharder.compute_kernels(kind, device)}, and only {only} may be used"
             if named is not None:
                 return None
             if SHARDING_TYPES[kind].only_named and kind not in (self.sharding_types or ()):
@@ -133,10 +133,6 @@ class AllowedTypes:
             if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
                 left_out[kind] = f"it runs as {spec.runs_as}"
         return left_out, changes
-
-
-def _offers(kernels: Collection[str], constraint: ParameterConstraints) -> bool:
-    return not constraint.compute_kernels or not set(kernels).isdisjoint(constraint.compute_kernels)
 
 
 def impossible_types(topology: Topology) -> dict[str, str]:
