@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import TypeVar
 
@@ -76,14 +77,16 @@ CACHE_SHARES = (0.01, 0.05, 0.1, 0.4, 0.7)
 
 def sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
     """Return a copy of a sharder that offers only some tables."""
-
-    def shardable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-        offered = sharder.shardable_parameters(module)
-        return {name: parameter for name, parameter in offered.items() if (id(module), name) in tables}
-
     some = copy.copy(sharder)
-    vars(some)["shardable_parameters"] = shardable_parameters
+    vars(some)["shardable_parameters"] = partial(_parameters, tables, sharder)
     return some
+
+
+def _parameters(
+    tables: Collection[TableKey], sharder: ModuleSharder[nn.Module], module: nn.Module
+) -> dict[str, nn.Parameter]:
+    offered = sharder.shardable_parameters(module)
+    return {name: parameter for name, parameter in offered.items() if (id(module), name) in tables}
 
 
 class FastEnumerator(EmbeddingEnumerator):
