@@ -48,7 +48,7 @@ def infeasible(problem: Problem, left_out: LeftOut) -> PlannerError:
     need_M, room_M = torch.stack([unit.all_M.double() for unit in units]).sum(0), limits_DM.clamp_min(0).double().sum(0)
     totals = list(zip(MEMORY_KINDS, need_M.tolist(), room_M.tolist(), strict=False))  # rules follow
     homeless: dict[str, _Unit] = {}
-    for unit in units:
+    for unit in [unit for unit in units if unit.span > 1] or units:
         if not has_room(unit.rank_M, limits_DM).any():
             homeless.setdefault(unit.table, unit)
     unsplit = list(homeless.values())
