@@ -16,14 +16,16 @@ B placements side by side, K collectives that parts send in, N shards on the bot
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from dreamshard_planner.cost.collectives import Exchanges
 from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
 from dreamshard_planner.cost.problem import Cost, Problem, has_room
 from dreamshard_planner.search.effort import Budget, SearchConfig
-from dreamshard_planner.search.states import DIGITS, PlacementState, rounded
+from dreamshard_planner.search.states import State, in_steps
 
 MAX_APPROXIMATED = 20_000
 """Candidates of one step, over all placements side by side. With more, calls no longer dominate, and one descent that
@@ -36,6 +38,54 @@ PERTURBED_SHARDS = 3
 """Shards that a perturbed copy has elsewhere."""
 MAX_PAIRS = 2_000_000
 """Upper bound on the candidates of one step, for memory: only the heaviest of thousands of shards may leave."""
+
+
+class PlacementState(State):
+    """Placements [B, P] of one problem side by side."""
+
+    def __init__(self, cost: Cost, assignment_BP: Tensor) -> None:
+        super().__init__(cost, assignment_BP)
+        self.assignment_BP = assignment_BP.clone()
+        self.approximate_ms_DG = self.group_ms_DG
+        """Approximate cost of each group; :attr:`group_ms_DG` itself if costs are not approximated."""
+        if cost.compute.approximates:
+            self.approximate_ms_DG = self.approximate_ms(self.latent_DGH)
+
+    def approximate_ms(self, latent_XH: Tensor) -> Tensor:
+        """Return forward + backward of groups, approximately, [...]."""
+        return both_passes(self.cost.compute.approximate_ms(latent_XH))
+
+    @cached_property
+    def exchanges(self) -> Exchanges:
+        """Collectives that some part sends in: the others stay as they are wherever the parts lie."""
+        every, sends = self.problem.collectives.collectives, self.problem.bytes_PC.any(0).nonzero()[:, 0].tolist()
+        if odd := [every[column].name for column in sends if every[column].over != "world"]:
+            raise ValueError(f"shards that span one rank must exchange with all ranks, but {odd[0]} does not.")
+        return Exchanges(every, sends)
+
+    @cached_property
+    def sent_bytes_KP(self) -> Tensor:
+        """Bytes that each part sends in each of them."""
+        return self.problem.bytes_PC.T[self.exchanges.column_K].contiguous()
+
+    @cached_property
+    def other_collectives_ms(self) -> Tensor:
+        """Milliseconds of the other collectives."""
+        return self.problem.collectives.ms(self.bytes_CD[0].masked_fill(self.problem.bytes_PC.any(0)[:, None], 0.0))
+
+    def replace(self, row_X: Tensor, assignment_XP: Tensor) -> None:
+        """Let other placements take the place of some."""
+        self.assignment_BP[row_X], ranks = assignment_XP, self.problem.num_ranks
+        self.refresh(row_X.repeat_interleave(ranks), torch.arange(ranks).repeat(len(row_X)))
+
+    def refresh(self, row_X: Tensor, rank_X: Tensor) -> None:
+        """Take the sums of some ranks afresh."""
+        row_R = row_X.unique()
+        self.latent_DGH[row_R], self.bytes_CD[row_R], self.free_DM[row_R] = self.sums(self.assignment_BP[row_R])
+        latent_XGH = self.latent_DGH[row_X, rank_X]
+        self.group_ms_DG[row_X, rank_X] = self.exact_ms(latent_XGH)
+        if self.cost.compute.approximates:
+            self.approximate_ms_DG[row_X, rank_X] = self.approximate_ms(latent_XGH)
 
 
 @torch.inference_mode()
@@ -99,7 +149,7 @@ class _Best:
 
     def challenge(self, states: PlacementState, row_B: Tensor) -> bool:
         """Keep the best of some placements if it is better; return whether it is."""
-        cost_B = rounded(states.overall_ms()[row_B], self.unit)
+        cost_B = in_steps(states.overall_ms()[row_B], self.unit)
         index = int(cost_B.argmin())
         if not float(cost_B[index]) < self.cost:
             return False
@@ -114,9 +164,8 @@ def _descend(
     budget: Budget,
     perturbed: Callable[[int], Tensor] | None = None,
 ) -> None:
-    """Descend steeply on each placement's slowest rank, on the one that sends longest in all, and on those that do in
-    each collective, in turns. A placement that can get no further is replaced by one of ``perturbed``, if given, until
-    patience ends."""
+    """Descend steeply on each placement's slowest rank and on the one that sends longest, in turns. A placement that
+    can get no further is replaced by one of ``perturbed``, if given, until patience ends."""
     every_B = row_B = torch.arange(len(states.assignment_BP))
     turn_B, failed_B = torch.zeros_like(row_B), torch.zeros_like(row_B)
     fruitless = 0
@@ -141,11 +190,10 @@ def _descend(
 
 
 def _bottlenecks(states: PlacementState, row_B: Tensor, unit: float) -> list[Tensor]:
-    """Return ranks of some placements, [B] each: the slowest, and the ones that send longest, in all and in each
-    collective."""
-    sent_BKD = states.sent_ms(states.bytes_CD[row_B])[:, states.sending_K]
-    in_all = [sent_BKD.sum(1)] if sent_BKD.shape[1] > 1 else []
-    loads_BD = [rounded(states.device_ms_D[row_B], unit), *in_all, *sent_BKD.unbind(1)]
+    """Return ranks of some placements, [B] each: the slowest, and the one that sends longest."""
+    loads_BD, exchanges = [in_steps(states.device_ms_D[row_B], unit)], states.exchanges
+    if exchanges.sent_ms_per_byte_K.any():
+        loads_BD.append(exchanges.sent_ms_per_byte_K @ states.bytes_CD[row_B][:, exchanges.column_K])
     return [load_BD.argmax(-1) for load_BD in loads_BD]
 
 
@@ -164,7 +212,7 @@ def improve(states: PlacementState, row_B: Tensor, bottleneck_B: Tensor, unit: f
     overall_BC = overall_BC.masked_fill(~fits_BC, torch.inf)
     least_B = overall_BC.amin(-1)
     choice_B1 = torch.where(overall_BC == least_B[:, None], square_BC, torch.inf).argmin(-1, keepdim=True)
-    before_B = rounded(states.overall_ms()[row_B], unit)
+    before_B = in_steps(states.overall_ms()[row_B], unit)
     # Overall cost first; if another rank decides that, the balance of the two ranks.
     balances_B = square_BC.gather(1, choice_B1)[:, 0] < 0
     improved_B = (least_B < before_B) | ((least_B == before_B) & balances_B)
@@ -219,7 +267,7 @@ class Step:
         overall_BNA, square_BNA = self.scores(
             leaving_BN[..., None], device_BA[:, None], arrival_A[None, None], after_ms
         )
-        tie_break_BNA = 10.0 ** -(DIGITS + 1) * square_BNA / (1 + square_BNA.abs())
+        tie_break_BNA = 0.1 * square_BNA / (1 + square_BNA.abs())
         key_BX = (overall_BNA + tie_break_BNA).masked_fill(~fits_BNA, torch.inf).flatten(1)
         best_BC = key_BX.topk(min(RATED_EXACTLY, key_BX.shape[1]), largest=False).indices.sort().values
         fits_BC, arrival_BC = key_BX.gather(1, best_BC).isfinite(), arrival_A[best_BC % arrivals]
@@ -270,26 +318,17 @@ class Step:
 
     def rate(self, leaving_BC: Tensor, device_BC: Tensor, arrival_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the exact cost of the bottleneck and of the other rank after each candidate, both [B, C]."""
-        states, here_BC = self._states, self._here_B[:, None].expand_as(device_BC)
-        latent_PH, group_P = states.cost.latent_PH, states.problem.group_P
-        group_BC, arrival_group_BC = group_P[leaving_BC], group_P[arrival_BC]
-        together_BC = (arrival_BC >= 0) & (arrival_group_BC == group_BC)
-        apart_BC = (arrival_BC >= 0) & ~together_BC
-        exchanged_BCH = latent_PH[leaving_BC] - torch.where(together_BC[..., None], latent_PH[arrival_BC], 0.0)
-        # What leaves and what arrives change one group of each rank, or two.
-        index = torch.cat([torch.arange(device_BC.numel()), apart_BC.flatten().nonzero()[:, 0]])
-        group_X = torch.cat([group_BC.flatten(), arrival_group_BC[apart_BC]])
-        exchanged_XH = torch.cat([exchanged_BCH.flatten(0, 1), -latent_PH[arrival_BC[apart_BC]]])
-        row_X = self._row_B[:, None].expand_as(device_BC).flatten()[index]
-        places = [(row_X, side_BC.flatten()[index], group_X) for side_BC in (here_BC, device_BC)]
-        after = [states.latent_DGH[places[0]] - exchanged_XH, states.latent_DGH[places[1]] + exchanged_XH]
-        after_ms_X = both_passes(states.cost.compute.group_cost_ms(torch.cat(after)))
-        rated = []
-        for side_BC, place, part_X in zip((here_BC, device_BC), places, after_ms_X.chunk(2), strict=True):
-            change_ms_X = torch.zeros(side_BC.numel(), dtype=part_X.dtype)
-            change_ms_X.index_add_(0, index, part_X - states.group_ms_DG[place])
-            rated.append(self._device_ms_BD.gather(1, side_BC) + change_ms_X.view(side_BC.shape))
-        return rated[0], rated[1]
+        here_BC = self._here_B[:, None].expand_as(device_BC)
+        rank_4BC = torch.stack([here_BC, device_BC, device_BC, here_BC])
+        part_4BC = torch.stack([leaving_BC, leaving_BC, arrival_BC, arrival_BC])
+        trial_4BC = torch.arange(device_BC.numel()).view_as(device_BC).expand_as(rank_4BC)
+        sign_4BC = torch.tensor([-1, 1, -1, 1])[:, None, None].expand_as(rank_4BC)
+        is_some = part_4BC >= 0
+        changes = (values_4BC[is_some] for values_4BC in (trial_4BC, rank_4BC, part_4BC, sign_4BC))
+        change_QD = self._states.changed_ms(self._row_B.repeat_interleave(device_BC.shape[1]), *changes)
+        after_BCD = self._device_ms_BD[:, None] + change_QD.view(*device_BC.shape, -1)
+        here_ms_BC, device_ms_BC = (after_BCD.gather(-1, one_BC[..., None])[..., 0] for one_BC in (here_BC, device_BC))
+        return here_ms_BC, device_ms_BC
 
     def scores(
         self, leaving_BX: Tensor, device_BX: Tensor, arrival_BX: Tensor, after_ms: tuple[Tensor, Tensor]
@@ -311,7 +350,7 @@ class Step:
         square_BX = here_ms_BX**2 + device_ms_BX**2 - sum(self._of_both(self._device_ms_BD**2, device_BX))
         changed_KBX = 2 * gained_KBX * (there_before_KBX - here_before_KBX + gained_KBX)  # of both squares together
         square_BX = square_BX + torch.tensordot(self._states.exchanges.sent_ms_per_byte_K**2, changed_KBX, 1)
-        return rounded(overall_BX, self._unit), rounded(square_BX, self._unit**2)
+        return in_steps(overall_BX, self._unit), in_steps(square_BX, self._unit**2)
 
     def _computed(self, device_BX: Tensor, here_ms_BX: Tensor, device_ms_BX: Tensor) -> Tensor:
         """Return the milliseconds of compute by what the bottleneck and the other rank cost, [B, X]."""

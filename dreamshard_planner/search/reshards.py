@@ -8,7 +8,7 @@ span.
 
 Shapes: T tables, Q queries (a table and an option that it may change to) or trials, D ranks, N positions, L span,
 G fused groups, C collectives, H latent channels, M limits, K tables that may change, X parts laid down, or some
-queries, Z fused groups of ranks that trials change, U units, V those on the slowest rank.
+queries, Z fused groups that queries change, U units, V those on the slowest rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class ShardingState(State):
         """Shard one table another way."""
         before, change = self.sharding.now(table), (table, option, positions)
         self.sharding = self.sharding.changed(*change)
-        self.add_up(*self.problem.laid(self.sharding), self.problem.laid_by([before, change])[0].unique())
+        self.latent_DGH, self.bytes_CD, self.free_DM = self.sums(*self.problem.laid(self.sharding))
+        changed_X = self.problem.laid_by([before, change])[0].unique()
+        self.group_ms_DG[changed_X] = self.exact_ms(self.latent_DGH[changed_X])
         self._weigh()
 
     def after(self, trials: Sequence[Sequence[Change]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,23 +78,15 @@ class ShardingState(State):
             Compute of each rank, float64 [Q, D]; bytes that it sends to each peer, float64 [Q, C, D]; and whether
             memory allows it, bool [Q]. What grows by nothing always fits.
         """
-        problem, count = self.problem, len(trials)
-        ranks, groups = problem.num_ranks, problem.num_groups
+        problem, count, ranks = self.problem, len(trials), self.problem.num_ranks
         changes = [change for trial in trials for change in trial]
         trial_of = torch.tensor([number for number, trial in enumerate(trials) for _ in trial])
         now = [self.sharding.now(table) for table, *_ in changes]
         rank_X, part_X, number_X = problem.laid_by([*now, *changes])
-        sign_X1 = torch.where(number_X < len(now), -1, 1)[:, None]
-        row_X = trial_of.repeat(2)[number_X] * ranks + rank_X
-        slot_Z, at_X = (row_X * groups + problem.group_P[part_X]).unique(return_inverse=True)
-        now_Z = slot_Z % (ranks * groups)
-        latent_ZH = self.latent_DGH.flatten(0, 1)[now_Z]
-        latent_ZH.index_add_(0, at_X, sign_X1 * self.cost.latent_PH[part_X])
-        after_ms_Z = both_passes(self.cost.compute.group_cost_ms(latent_ZH))
-        change_Z = (after_ms_Z - self.group_ms_DG.flatten()[now_Z]).double()
-        device_QD = self.device_ms_D.double().expand(count, -1).clone()
-        device_QD.view(-1).index_add_(0, slot_Z // groups, change_Z)
-
+        trial_X, sign_X = trial_of.repeat(2)[number_X], torch.where(number_X < len(now), -1, 1)
+        state_Q = torch.zeros(count, dtype=torch.int64)
+        device_QD = self.device_ms_D + self.changed_ms(state_Q, trial_X, rank_X, part_X, sign_X)
+        row_X, sign_X1 = trial_X * ranks + rank_X, sign_X[:, None]
         bytes_QDC = self.bytes_CD.T.repeat(count, 1, 1)
         bytes_QDC.flatten(0, 1).index_add_(0, row_X, sign_X1 * problem.bytes_PC[part_X])
         more_QDM = summed(sign_X1 * problem.needs_PM[part_X], row_X, count * ranks).view(count, ranks, -1)
