@@ -42,12 +42,11 @@ class ShardingState(State):
         cost: the problem and its cost.
         sharding: to start from.
         unit: milliseconds in which costs are compared, after rounding.
-        without: a sharding type that no table is to take; none by default.
     """
 
-    def __init__(self, cost: Cost, sharding: Sharding, unit: float, without: str | None = None) -> None:
+    def __init__(self, cost: Cost, sharding: Sharding, unit: float) -> None:
         super().__init__(cost, *cost.problem.laid(sharding))
-        self._unit, self._left_out, self.sharding = unit, without, sharding
+        self._unit, self.sharding = unit, sharding
         options_T = self.problem.tables
         self._changeable_T = np.array([len(options) > 1 or self._movable(options[0]) for options in options_T])
         self._weigh()
@@ -114,32 +113,28 @@ class ShardingState(State):
         return list(dict.fromkeys(table for burden_T in burdens for table in self._first(burden_T)))
 
     def improve(self, limit: int, left: Callable[[], bool]) -> int:
-        """Re-shard tables on the bottleneck rank, where that helps no more those that exchange most, then swap what
-        spans several ranks, until nothing helps; says how many changes were tried."""
-        steps: tuple[Callable[[], tuple[bool, int]], ...] = (
-            lambda: self._reshard(self._tables_that_compute()),
-            lambda: self._reshard(self._tables_that_exchange()),
-            self._swap,
-        )
-        tried = 0
-        while tried < limit and left():
-            for step in steps:
+        """Re-shard tables on the bottleneck rank, and where that helps no more swap what spans several ranks, until
+        nothing helps; says how many changes were tried."""
+        tried, improved = 0, True
+        while improved and tried < limit and left():
+            for step in (self._reshard, self._swap):
                 improved, changes = step()
                 tried += changes
                 if improved:
                     break
-            else:
-                break
         return tried
 
-    def _reshard(self, tables: Sequence[int]) -> tuple[bool, int]:
-        """Apply the best re-shard of one of the tables, if it lowers the cost, or the sum of squares at the same cost.
-        Says whether it did, and how many it tried."""
+    def _reshard(self) -> tuple[bool, int]:
+        """Apply the best re-shard of one of the heaviest tables on the slowest rank, or of all ranks if these share
+        cores, if it lowers the cost, or the sum of squares at the same cost. Says whether it did, and how many it
+        tried."""
+        alone = self.problem.shared_cores is None
+        burden_T = self._burden_TD[:, self._bottleneck] if alone else self._burden_TD.clip(0).sum(1)
         queries = [
             (table, option)
-            for table in tables
+            for table in self._first(np.where(self._changeable_T, burden_T, -np.inf))
             for option, one in enumerate(self.problem.tables[table])
-            if one.sharding_type != self._left_out and (option != self.sharding.options[table] or self._movable(one))
+            if option != self.sharding.options[table] or self._movable(one)
         ]
         if not queries:
             return False, 0
@@ -215,21 +210,6 @@ class ShardingState(State):
     def _movable(self, option: Option) -> bool:
         """Return whether placing the same option again may give another sharding; single units of span 1 just move."""
         return option.units > 1 or 1 < option.span < self.problem.num_ranks
-
-    def _tables_that_exchange(self) -> list[int]:
-        """Tables that may change, those with the longest exchanges first."""
-        exchange_P = self.problem.exchange_ms_P
-        return self._heaviest(self._exchange_T) if bool(exchange_P.any()) else []
-
-    def _tables_that_compute(self) -> list[int]:
-        """Tables that may change, the heaviest first: those on the slowest rank, or of all ranks if these share
-        cores."""
-        alone = self.problem.shared_cores is None
-        return self._heaviest(self._burden_TD[:, self._bottleneck] if alone else self._burden_TD.clip(0).sum(1))
-
-    def _heaviest(self, burden_T: np.ndarray) -> list[int]:
-        """Return the tables with the largest burdens among those that may change."""
-        return self._first(np.where(self._changeable_T, burden_T, -np.inf))
 
     def _first(self, burden_T: np.ndarray) -> list[int]:
         """Return the tables with the largest finite burdens."""

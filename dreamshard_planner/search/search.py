@@ -26,14 +26,9 @@ from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.stacking import stacked_starts
 from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts
 from dreamshard_planner.search.states import in_steps
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 WORTH = 1e-3
 """Share of the cost by which a perturbation has to lower it to count as a gain."""
-TURNS = 0.5
-"""Share of the budget in which all starts, and the best group move of each, have one turn each."""
-CONTINUED = 2
-"""Interrupted descents that go on: the best."""
 PERTURBED_TABLES = 3
 """Tables that a perturbation shards another way at random."""
 FURTHER_SHARE = 0.85
@@ -86,9 +81,9 @@ def search(
     asked = OptionTotals(cost)
     if not asked.may_fit:
         return None
-    level = level_starts(cost, asked, budget.left, config.effort)
+    made = level_starts(cost, asked, budget.left, config.effort)
     if budget.left() and _can_reshard(cost.problem):
-        level += stacked_starts(cost, asked, config.effort)
+        made += stacked_starts(cost, asked, config.effort)
     extra: list[Sharding] = []
     in_time = True
     if further is not None and budget.left():
@@ -97,38 +92,24 @@ def search(
             extra += further(cost, asked, None if left is None else FURTHER_SHARE * left)
         except TimeoutError:
             in_time = False
-    pool = list(dict.fromkeys([*starts, *level, *extra]))
+    pool = list(dict.fromkeys([*starts, *made, *extra]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]
     if not pool:
         return None
-    overall = {sharding: cost.overall_ms(sharding) for sharding in pool}
-    order = sorted(pool, key=overall.__getitem__)
-    # Further starts replace none of the others: the cost of a start says little about the end of its descent.
-    cheapest = [start for start in order if start not in extra][: config.starts]
-    first = sorted([*cheapest, *extra], key=overall.__getitem__)
-    descents = _Descents(cost, order[0], config, seed, budget)
+    cheapest = sorted(pool, key=cost.overall_ms)[: config.starts]
+    descents = _Descents(cost, cheapest[0], config, seed, budget)
     if not _can_reshard(cost.problem):
-        return descents.result(first, in_time, extra)
-    # For the same reason each start has a turn before the best may use up the budget.
-    turn = int(TURNS * budget.limit / (2 * len(first)))
-    for start in first:
-        descents.descend(start, turn)
-        variants = group_moves(cost, asked, start, config.effort) if budget.left() else []
-        if variants:
-            descents.descend(min(variants, key=cost.overall_ms), turn)
-    for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:
-        descents.descend(sharding)
+        return descents.result(cheapest, in_time, extra)
+    for start in cheapest:
+        descents.descend(start)
+        if budget.left() and (variants := group_moves(cost, asked, start, config.effort)):
+            descents.descend(min(variants, key=cost.overall_ms))
     fruitless = 0
     while budget.left() and fruitless < config.patience:
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
-    # Replicas relieve a rank by little at a time, and past some of them no change of whole tables helps.
-    for kind in (kind for kind, spec in SHARDING_TYPES.items() if spec.is_replicated):
-        unreplicated = [start for start in order if kind not in _types(cost, start)]
-        if 0 < len(unreplicated) < len(order) and budget.left():
-            descents.descend(descents.descend(unreplicated[0], without=kind))
     return descents.result([descents.best], in_time, extra)
 
 
@@ -141,12 +122,6 @@ def _can_reshard(problem: Problem) -> bool:
 
 def _budget(cost: Cost, config: SearchConfig, deadline: Deadline) -> Budget:
     return Budget(config.reshards + config.reshards_per_table * cost.problem.num_tables, deadline)
-
-
-def _types(cost: Cost, sharding: Sharding) -> set[str]:
-    """Sharding types that tables take."""
-    chosen = zip(cost.problem.tables, sharding.options, strict=True)
-    return {options[option].sharding_type for options, option in chosen}
 
 
 @torch.inference_mode()
@@ -167,10 +142,6 @@ class _Descents:
         self._generator = torch.Generator().manual_seed(seed)
         self._candidates = 0
         self.budget = budget
-        self.unfinished: dict[Sharding, None] = {}
-        """Ends of descents that were interrupted while they still gained."""
-        self._turns: dict[Sharding, int] = {}
-        """Budget that a turn from each start took."""
 
     def result(self, starts: Sequence[Sharding], in_time: bool, extra: Iterable[Sharding]) -> SearchResult:
         """Return the best after moves from some starts, which differ in nothing else, and from perturbed copies, in
@@ -184,38 +155,27 @@ class _Descents:
         best_ms = self._cost.overall_ms(best)
         return SearchResult(best, best_ms, self.budget.used, candidates, cut_short, tuple(extra))
 
-    def _state(self, sharding: Sharding, without: str | None = None) -> ShardingState:
-        return ShardingState(self._cost, sharding, self._unit, without)
+    def _state(self, sharding: Sharding) -> ShardingState:
+        return ShardingState(self._cost, sharding, self._unit)
 
-    def descend(self, start: Sharding, turn: int | None = None, without: str | None = None) -> Sharding:
-        """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried; where that
-        ends. No table takes the sharding type ``without``."""
+    def descend(self, start: Sharding) -> None:
+        """Re-shards, then moves and swaps, in turns until neither helps."""
         unit, budget = self._unit, self.budget
-        if turn is not None and start in self._turns:  # several starts lead to one group move
-            budget.spend(self._turns[start])
-            return start
-        state, began = self._state(start, without), budget.used
-        end = budget.limit if turn is None else min(budget.limit, budget.used + turn)
+        state = self._state(start)
         ended: Sharding | None = None
         while budget.left():
             before = in_steps(float(state.overall_ms()), unit)
-            budget.spend(state.improve(end - budget.used, budget.left))
+            budget.spend(state.improve(budget.limit - budget.used, budget.left))
             if state.sharding is ended:
                 break
             moved, has_ended = self._moved(state.sharding)
             ended = moved if has_ended else None
-            state = self._state(moved, without)
+            state = self._state(moved)
             after = in_steps(float(state.overall_ms()), unit)
             if after < in_steps(self.best_ms, unit):
                 self.best, self.best_ms = state.sharding, float(state.overall_ms())
             if after >= before:
                 break
-            if budget.used >= end:
-                self.unfinished[state.sharding] = None
-                break
-        if turn is not None:
-            self._turns[start] = budget.used - began
-        return state.sharding
 
     def _moved(self, sharding: Sharding) -> tuple[Sharding, bool]:
         """After moves and swaps of what spans one rank; and whether there were no more to find."""

@@ -4,7 +4,7 @@ many tables change their sharding type together.
 
 For a height that no single part may exceed, every table takes the option that costs all ranks together least; the
 lowest height at which ranks could be level is the start's. Tables that would stick out get split, the others stay
-whole. Where memory is short, bytes get a price, and then tables take their faster options as long as that helps.
+whole. Where memory is short, bytes get a price.
 
 The first table of a sharding type opens kernels and collectives, and the last one closes them: what pays for many
 tables pays for none of them alone. Sets of tables are the first few in the order of what each gains by itself, of all
@@ -18,23 +18,17 @@ Shapes: T tables, O options of the table that has most, P parts, D ranks, M limi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from dreamshard_planner.cost.problem import Cost, Sharding, has_room
 from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.placing import place_units
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 FILLS = (1.0, 0.5)
 """Shares of the level height that a single part may take in a start: small parts pack better, large ones cost less."""
 PRICE_STEPS = 24
 """Doublings of the price of memory before a start gives up."""
-FILLED_STARTS = 3
-"""Starts, the cheapest, whose memory is filled up."""
-FILL_ATTEMPTS = 24
-"""Groups of tables that are tried for that."""
 SMALLER = 0.7
 """Largest part of an option that makes a table's parts smaller, of the largest that it has."""
 MAX_COUNTS = 8
@@ -128,74 +122,34 @@ def level_starts(
     problem = cost.problem
     types = sorted({option.sharding_type for options in problem.tables for option in options})
     subsets = [set(types), *({kind} for kind in types if len(types) > 1)]
-    for whole in (kind for kind in types if SHARDING_TYPES[kind].is_whole):
-        subsets += [{whole, kind} for kind in types if kind != whole and {whole, kind} < set(types)]
-    for replicated in (kind for kind in types if SHARDING_TYPES[kind].is_replicated):
-        subsets += [{replicated, kind} for kind in types if {replicated, kind} < set(types)]
-        subsets.append(set(types) - {replicated})
     # Options with a part that no rank could hold are none, unless a table has no others.
     exists_TO = np.where(asked.fits_TO.any(1, keepdims=True), asked.fits_TO, asked.kind_TO != "")
-    starts: dict[Sharding, _Start] = {}
+    starts: dict[Sharding, None] = {}
     for subset in subsets[: portion(len(subsets), effort)]:
         if starts and not has_time():
             break
         within_TO = np.isin(asked.kind_TO, list(subset)) & exists_TO
         allowed_TO = np.where(within_TO.any(1, keepdims=True), within_TO, exists_TO)
-        for fill in FILLS[: portion(len(FILLS), effort)]:
-            start = _affordable(cost, asked, allowed_TO, fill)
-            if start is not None:
-                starts[start.sharding] = start
-    filled, attempts = (portion(count, min(1.0, effort)) for count in (FILLED_STARTS, FILL_ATTEMPTS))
-    cheapest = sorted(starts.values(), key=lambda start: cost.overall_ms(start.sharding))[:filled]
-    return list(dict.fromkeys([*starts, *(start.filled(cost, asked, attempts) for start in cheapest if has_time())]))
+        found = (_affordable(cost, asked, allowed_TO, fill) for fill in FILLS[: portion(len(FILLS), effort)])
+        starts |= dict.fromkeys(start for start in found if start is not None)
+    return list(starts)
 
 
-def _affordable(cost: Cost, asked: OptionTotals, allowed_TO: np.ndarray, fill: float) -> _Start | None:
+def _affordable(cost: Cost, asked: OptionTotals, allowed_TO: np.ndarray, fill: float) -> Sharding | None:
     """Find a level choice that fits: memory that runs short gets a price, doubled until it does."""
     limits_M = asked.limits_M
     price_M = used_M = np.zeros(len(limits_M))
     first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(limits_M, 1)
-    tried_T = wanted_T = None
+    tried_T = None
     for _ in range(PRICE_STEPS):
         options_T = level_choice(cost.problem.num_ranks, asked, allowed_TO, fill, price_M)
         if tried_T is None or (options_T != tried_T).any():
-            wanted_T = options_T if wanted_T is None else wanted_T
             tried_T, used_M = options_T, asked.needs_TOM[np.arange(len(options_T)), options_T].sum(0)
             if (used_M <= limits_M).all() and (sharding := place_units(cost, options_T.tolist())) is not None:
-                return _Start(sharding, wanted_T)
+                return sharding
         # Ranks fill up before all memory does: what is nearly full gets dearer as well.
         price_M = np.where(used_M > 0.5 * limits_M, np.maximum(2 * price_M, first_M), price_M)
     return None
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A sharding that fits, and the options that would be chosen if memory cost nothing."""
-
-    sharding: Sharding
-    faster_T: np.ndarray
-
-    def filled(self, cost: Cost, asked: OptionTotals, attempts: int) -> Sharding:
-        """Tables take their faster options as long as that helps, those first that gain most per byte: a price alone
-        treats like tables alike."""
-        slow_T, each_T = np.array(self.sharding.options), np.arange(len(self.faster_T))
-        gain_T = asked.total_ms_TO[each_T, slow_T] - asked.total_ms_TO[each_T, self.faster_T]
-        grow_T = (asked.needs_TOM[each_T, self.faster_T] - asked.needs_TOM[each_T, slow_T]).clip(0).sum(-1)
-        order = [table for table in np.argsort(-gain_T / (grow_T + 1), kind="stable") if gain_T[table] > 0]
-        best, best_ms, taken_T = self.sharding, cost.overall_ms(self.sharding), slow_T
-        waiting = [np.array(order, dtype=int)] if order else []
-        for _ in range(attempts):
-            if not waiting:
-                break
-            some = waiting.pop()
-            options_T = taken_T.copy()
-            options_T[some] = self.faster_T[some]
-            sharding = place_units(cost, options_T.tolist())
-            if sharding is not None and (overall_ms := cost.overall_ms(sharding)) < best_ms:
-                best, best_ms, taken_T = sharding, overall_ms, options_T
-            elif len(some) > 1:
-                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
-        return best
 
 
 def group_moves(cost: Cost, asked: OptionTotals, sharding: Sharding, effort: float = 1.0) -> list[Sharding]:
@@ -208,13 +162,13 @@ def group_moves(cost: Cost, asked: OptionTotals, sharding: Sharding, effort: flo
         effort: share of the moves to lay down, evenly over all of them; all from 1 on.
     """
     now_T = np.array(sharding.options)
-    chosen = list(dict.fromkeys(options for options in _chosen(cost, asked, now_T) if options != sharding.options))
+    chosen = list(dict.fromkeys(options for options in _chosen(asked, now_T) if options != sharding.options))
     few = min(len(chosen), portion(len(chosen), effort))
     laid = (place_units(cost, chosen[index * len(chosen) // few]) for index in range(few))
     return [moved for moved in laid if moved is not None]
 
 
-def _chosen(cost: Cost, asked: OptionTotals, now_T: np.ndarray) -> Iterator[tuple[int, ...]]:
+def _chosen(asked: OptionTotals, now_T: np.ndarray) -> Iterator[tuple[int, ...]]:
     """Options of all tables after each move."""
     each_T = np.arange(len(now_T))
     largest_T, total_T = asked.largest_ms_TO[each_T, now_T], asked.total_ms_TO[each_T, now_T]
@@ -222,7 +176,6 @@ def _chosen(cost: Cost, asked: OptionTotals, now_T: np.ndarray) -> Iterator[tupl
     now_kind_T = asked.kind_TO[each_T, now_T]
     kinds = dict.fromkeys(asked.kind_TO[asked.fits_TO].tolist())
     others = [(asked.kind_TO == kind) & asked.fits_TO & (now_kind_T != kind)[:, None] for kind in kinds]
-    collective_T = _collectives(cost, now_T)
     for within_TO in (smaller_TO, *others):
         option_T = np.where(within_TO, asked.total_ms_TO, np.inf).argmin(1)
         added_T = np.where(within_TO.any(1), asked.total_ms_TO[each_T, option_T] - total_T, np.inf)
@@ -231,8 +184,6 @@ def _chosen(cost: Cost, asked: OptionTotals, now_T: np.ndarray) -> Iterator[tupl
         order = np.argsort(rate_T, kind="stable")[: int(np.isfinite(added_T).sum())]
         gaining = int((added_T < 0).sum())
         sets = [order[:count] for count in _counts(len(order), () if spreads else (gaining - 1, gaining, gaining + 1))]
-        if not spreads:
-            sets += [order[collective_T[order] == one] for one in np.unique(collective_T[order])]
         for moved in sets:
             options_T = now_T.copy()
             options_T[moved] = option_T[moved]
@@ -244,9 +195,3 @@ def _counts(tables: int, others: Sequence[int]) -> list[int]:
     most = max(4, min(MAX_COUNTS, TABLES_MOVED // max(1, tables)))
     growing = {round(tables ** (step / (most - 1))) for step in range(most)}
     return sorted(count for count in {*growing, *others} if 0 < count <= tables)
-
-
-def _collectives(cost: Cost, now_T: np.ndarray) -> np.ndarray:
-    """The first collective that each table takes part in, which tables of its module and type share."""
-    parts = [options[option].parts[0] for options, option in zip(cost.problem.tables, now_T, strict=True)]
-    return (cost.problem.bytes_PC[parts].numpy() > 0).argmax(-1)
