@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from common.whole_tables import over, problem_of
+from common.whole_tables import over, problem_of, with_options
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.problem import Cost, Problem
 from dreamshard_planner.cost.roofline import RooflineCost
@@ -37,4 +37,5 @@ def make_cost(count: int, devices: int, memory_bytes: int | None = None, groups:
 
 def storage_problem(sizes: list[int], capacities: list[int]) -> Problem:
     base = make_cost(len(sizes), len(capacities)).problem
-    return replace(base, needs_PM=torch.tensor(sizes)[:, None], limits_DM=torch.tensor(capacities)[:, None])
+    problem = replace(base, needs_PM=torch.tensor(sizes)[:, None], limits_DM=torch.tensor(capacities)[:, None])
+    return with_options(problem)

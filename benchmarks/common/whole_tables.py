@@ -62,9 +62,13 @@ def _all_to_all(link: CollectiveModel) -> Collectives:
     return Collectives([Collective("all-to-all", "world", link, link)], link.world_size, link)
 
 
+def with_options(problem: Problem) -> Problem:
+    """Return the problem of parts as one of tables, each with one option, whole."""
+    return replace(problem, tables=tuple((Option(np.array([[part]]), TW),) for part in range(problem.num_parts)))
+
+
 def rolled_out(policy: Policy, cost: Cost) -> Tensor | None:
     """Return the ranks [S] of one greedy roll-out; None where it dead-ends."""
-    tables = tuple((Option(np.array([[part]]), TW),) for part in range(cost.problem.num_parts))
-    whole = Cost(replace(cost.problem, tables=tables), cost.compute, cost.latent_PH)
+    whole = Cost(with_options(cost.problem), cost.compute, cost.latent_PH)
     (plan,) = roll_out(policy, ShardingTask(whole, OptionTotals(whole)), 1).shardings()
     return None if plan is None else torch.tensor(plan.positions)[:, 0]

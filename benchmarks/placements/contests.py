@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.whole_tables import Task, problem_of
+from common.whole_tables import Task, problem_of, with_options
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.problem import Problem
-from dreamshard_planner.search.placing import pack
+from dreamshard_planner.search.starts import packed_start
 from dreamshard_planner.training import TrainingConfig
 from dreamshard_planner.workload.pools import named_pool, pool_tables
 from dreamshard_planner.workload.tables import Table, workloads_of
@@ -74,6 +74,7 @@ def least_capacity_bytes(problem: Problem) -> float:
     """Return a device's bytes so that the tables fill 95 % of all memory, or more if whole tables pack worse."""
     sizes_S = problem.needs_PM[:, 0].double()
     capacity = float(sizes_S.sum()) / problem.num_ranks / FILLED
-    while pack(replace(problem, limits_DM=torch.full_like(problem.limits_DM, int(capacity)))) is None:
+    problem = with_options(problem)
+    while packed_start(replace(problem, limits_DM=torch.full_like(problem.limits_DM, int(capacity)))) is None:
         capacity *= MORE
     return capacity

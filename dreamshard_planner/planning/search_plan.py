@@ -22,7 +22,7 @@ from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadline, SearchConfig, portion
-from dreamshard_planner.search.placing import heuristic_placements, pack, place_wide_units
+from dreamshard_planner.search.placing import heuristic_placements, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search_space.enumeration import all_sized, other_sizes
 from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, perf_of, ranks_of
@@ -99,11 +99,7 @@ def place_proposal(
     else:
         result = settings.search(cost, starts, _roll_outs(context))
     if result is None:
-        packed_S = pack(chosen.cost.problem)
-        if packed_S is None:
-            raise infeasible(chosen.cost.problem, context.splitting_left_out)
-        result = settings.search(cost, [chosen.placed(packed_S)])
-        assert result is not None  # there is a start
+        raise infeasible(chosen.cost.problem, context.splitting_left_out)
     plans |= _cheapest_roll_out(result)
     return RatedPlan(read, cost, result.sharding, _rated(cost, plans), result)
 

@@ -1,8 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Placement of units: greedy heuristics, packing by memory, and positions for chosen options.
+"""Placement of units: greedy heuristics, and positions for chosen options.
 
-A greedy heuristic sorts shards by a score and gives each to the rank with the lowest sum of scores. If every heuristic
-dead-ends, shards are packed by best fit.
+A greedy heuristic sorts shards by a score and gives each to the rank with the lowest sum of scores.
 
 Shapes: S shards or units of span 1, D ranks, M limits, F features, X units, N positions, L span, T tables, P parts.
 """
@@ -16,13 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding, counted_up, has_room
+from dreamshard_planner.cost.problem import Cost, Problem, Sharding, counted_up, has_room
 from dreamshard_planner.workload.features import FEATURE_INDEX
-
-PACKING_ATTEMPTS = 200
-"""Orders of shards in which packing tries best fit, and"""
-SHARDS_PACKED = 20_000
-"""these times shards. Of 60 random problems that need 98 % of the memory, this solves 55, and a MILP solver 56."""
 
 
 def _column(features_SF: Tensor, name: str) -> Tensor:
@@ -103,55 +97,53 @@ def largest_first(problem: Problem) -> Tensor:
     return torch.argsort(-(problem.needs_PM / unit_M).amax(-1), stable=True)
 
 
-def pack(problem: Problem) -> Tensor | None:
-    """Find any placement [S] within memory, by as many attempts of :func:`best_fit` as a second allows."""
-    return best_fit(problem, min(PACKING_ATTEMPTS, 1 + SHARDS_PACKED // max(1, problem.num_parts)))
+class Ranks:
+    """Loads and free memory of all ranks, on which units are laid down one by one.
 
-
-def best_fit(problem: Problem, attempts: int = 1) -> Tensor | None:
-    """Place the largest shards first, each where the least memory is left over; return the rank of each, int64 [S].
-
-    A shard that fits nowhere goes first in the next attempt. None if all attempts fail.
-    """
-    unit_M = problem.needs_PM.sum(0).clamp_min(1).double().numpy()
-    order = largest_first(problem).tolist()
-    for _ in range(attempts):
-        assignment, misfit = _best_fit_in(order, problem.needs_PM.numpy(), problem.limits_DM.numpy(), unit_M)
-        if misfit is None:
-            return torch.tensor(assignment, dtype=torch.int64)
-        order.remove(misfit)
-        order.insert(0, misfit)
-    return None
-
-
-def _best_fit_in(
-    order: Sequence[int], need_SM: np.ndarray, limits_DM: np.ndarray, unit_M: np.ndarray
-) -> tuple[list[int], int | None]:
-    """Place shards in this order; return their ranks and the first shard that fits nowhere, if there is one."""
-    free_DM, assignment = limits_DM.copy(), [0] * len(order)
-    for shard in order:
-        fits_D = has_room(need_SM[shard], free_DM)
-        if not fits_D.any():
-            return assignment, shard
-        slack_D = ((free_DM - need_SM[shard]).clip(0) / unit_M).sum(-1)
-        assignment[shard] = int(np.where(fits_D, slack_D, np.inf).argmin())
-        free_DM[assignment[shard]] -= need_SM[shard]
-    return assignment, None
-
-
-def best_position(key_XN: Tensor, need_XLM: Tensor, free_XNLM: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for equally wide units the position with the lowest key among those with room; ties go to the first.
+    In numpy, whose calls cost a third of torch's.
 
     Args:
-        key_XN: for example the peak that a unit would leave there.
-        need_XLM: bytes that a unit needs on each rank of its span.
-        free_XNLM: free bytes on each rank of a position.
-
-    Returns:
-        Position of each unit, int64 [X], and whether any has room, bool [X]. Leading dimensions X are free.
+        load_D: milliseconds to start from.
+        free_DM: free memory to start from.
     """
-    fits_XN = has_room(need_XLM[..., None, :, :], free_XNLM).all(-1)
-    return key_XN.masked_fill(~fits_XN, torch.inf).argmin(-1), fits_XN.any(-1)
+
+    def __init__(self, load_D: np.ndarray, free_DM: np.ndarray) -> None:
+        self.load_D, self.free_DM = load_D.copy(), free_DM.copy()
+
+    def lay(
+        self, load_L: np.ndarray, need_LM: np.ndarray, key: Callable[[np.ndarray], np.ndarray] = np.positive
+    ) -> int | None:
+        """Lay a unit down where it has room and the key of its highest rank's load is lowest and finite.
+
+        Args:
+            load_L: load that it adds to each rank of its span.
+            need_LM: memory that it takes of each.
+            key: of the highest rank's load at each position.
+
+        Returns:
+            The position, the first of equal ones; None without any.
+        """
+        load_NL, free_NLM = self._at_positions(len(load_L))
+        key_N = key((load_NL + load_L).max(1))
+        position = int(key_N.argmin())
+        if not has_room(need_LM, free_NLM[position]).all():  # the quicker question first
+            key_N = np.where(has_room(need_LM, free_NLM).all(-1), key_N, np.inf)
+            position = int(key_N.argmin())
+        if key_N[position] == np.inf:
+            return None
+        load_NL[position] += load_L
+        free_NLM[position] -= need_LM
+        return position
+
+    def lift(self, position: int, load_L: np.ndarray, need_LM: np.ndarray) -> None:
+        """Take a unit up again."""
+        load_NL, free_NLM = self._at_positions(len(load_L))
+        load_NL[position] -= load_L
+        free_NLM[position] += need_LM
+
+    def _at_positions(self, span: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return views of loads [N, L] and free memory [N, L, M]."""
+        return self.load_D.reshape(-1, span), self.free_DM.reshape(-1, span, self.free_DM.shape[1])
 
 
 def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
@@ -160,13 +152,10 @@ def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
     Other units are on rank 0. None if memory does not allow it.
     """
     problem, every = cost.problem, cost.problem.option_rows
-    # In numpy, whose calls cost a third of torch's: there is one unit after the other.
     single_P, needs_PM = cost.single_ms_P.numpy(), problem.needs_PM.numpy()
     row_T = every.rows(range(problem.num_tables), options)
-    span_T = every.span_O[row_T]
-    units_T = every.units_O[row_T]
+    span_T, units_T = every.span_O[row_T], every.units_O[row_T]
     positions = [[0] * units for units in units_T.tolist()]
-    load_D, free_DM = np.zeros(problem.num_ranks), problem.limits_DM.numpy().copy()
 
     def asked(tables: np.ndarray, span: int) -> tuple[np.ndarray, np.ndarray]:
         """Milliseconds [U, L] and bytes [U, L, M] of all units of some tables."""
@@ -175,28 +164,19 @@ def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
 
     everywhere_T = (span_T == problem.num_ranks) & (span_T > 1)
     single_UD, storage_UDM = asked(everywhere_T.nonzero()[0], problem.num_ranks)
-    load_D += single_UD.sum(0)
-    free_DM -= storage_UDM.sum(0)
-    if not has_room(problem.limits_DM.numpy() - free_DM, problem.limits_DM.numpy()).all():
+    taken_DM, limits_DM = storage_UDM.sum(0), problem.limits_DM.numpy()
+    if not has_room(taken_DM, limits_DM).all():
         return None
+    ranks = Ranks(single_UD.sum(0), limits_DM - taken_DM)
     for span in sorted({*span_T[(span_T > 1) & ~everywhere_T].tolist()}, reverse=True):
         tables = (span_T == span).nonzero()[0]
         single_UL, storage_ULM = asked(tables, span)
         table_U, unit_U = tables.repeat(units_T[tables]), counted_up(np.zeros_like(tables), units_T[tables])
-        free_NLM, load_NL = free_DM.reshape(-1, *storage_ULM.shape[1:]), load_D.reshape(-1, span)  # views
         for unit in np.lexsort((unit_U, table_U, -single_UL.sum(1))).tolist():
-            single_L, need_LM, table, index = single_UL[unit], storage_ULM[unit], table_U[unit], unit_U[unit]
-            peak_N = (load_NL + single_L).max(1)
-            position = int(peak_N.argmin())
-            # The quicker question first.
-            if not (need_LM <= free_NLM[position]).all() and not has_room(need_LM, free_NLM[position]).all():
-                fits_N = has_room(need_LM, free_NLM).all(-1)
-                position = int(np.where(fits_N, peak_N, np.inf).argmin())
-                if not fits_N[position]:
-                    return None
-            positions[table][index] = position
-            load_NL[position] += single_L
-            free_NLM[position] -= need_LM
+            position = ranks.lay(single_UL[unit], storage_ULM[unit])
+            if position is None:
+                return None
+            positions[table_U[unit]][unit_U[unit]] = position
     return Sharding(tuple(options), tuple(map(tuple, positions)))
 
 
@@ -204,7 +184,7 @@ def place_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
     """Place the units of chosen options: wide ones first, then those of span 1 from heavy to light.
 
     Heavy is by compute, or by compute and exchanges, whichever ends cheaper. If that dead-ends, units go from large to
-    small, or are packed by size alone. None if memory allows none of that.
+    small. None if memory does not allow that either.
     """
     sharding = place_wide_units(cost, options)
     if sharding is None:
@@ -220,51 +200,4 @@ def place_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
             assignment_S = both_BS[int(chosen.cost.rate(both_BS).overall_ms_B.argmin())]
     if assignment_S is None:
         assignment_S = greedy_by_score(problem, single_S, load_D, largest_first(problem))
-    if assignment_S is None:
-        assignment_S = best_fit(problem)
     return None if assignment_S is None else chosen.placed(assignment_S)
-
-
-def packed_start(problem: Problem) -> Sharding | None:
-    """Find a sharding within memory, table by table; None if one table finds no room.
-
-    Tables whose smallest possible part is largest come first. Each takes the option and positions that leave memory
-    least and most evenly used.
-    """
-    # Bytes as shares of the roomiest rank.
-    roomiest_M = problem.limits_DM.amax(0).double().clamp_min(1e-3)
-    share_PM = problem.needs_PM / roomiest_M
-    largest_P = share_PM.amax(-1)
-
-    def least_largest(table: int) -> float:
-        return min(float(largest_P[option.parts].max()) for option in problem.tables[table])
-
-    used_DM = torch.zeros_like(problem.limits_DM)
-    options = [0] * problem.num_tables
-    positions: list[tuple[int, ...]] = [()] * problem.num_tables
-    for table in sorted(range(problem.num_tables), key=lambda table: (-least_largest(table), table)):
-        tried = enumerate(_packed(problem, option, used_DM, roomiest_M) for option in problem.tables[table])
-        laid = {index: one for index, one in tried if one is not None}
-        if not laid:
-            return None
-        options[table] = min(laid, key=lambda index: (float((laid[index][0] / roomiest_M).square().sum()), index))
-        used_DM, positions[table] = laid[options[table]]
-    return Sharding(tuple(options), tuple(positions))
-
-
-def _packed(
-    problem: Problem, option: Option, used_DM: Tensor, roomiest_M: Tensor
-) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Place each unit where it adds least to the sum of squares of used shares: bytes used [D, M] and positions."""
-    used_DM, positions = used_DM.clone(), []
-    for need_LM in problem.needs_PM[option.part_UL]:
-        used_NLM = used_DM.view(-1, option.span, used_DM.shape[1])
-        share_NLM = used_NLM / roomiest_M
-        added_N = ((share_NLM + need_LM / roomiest_M).square() - share_NLM.square()).sum((-1, -2))
-        free_NLM = (problem.limits_DM - used_DM).view_as(used_NLM)
-        position, found = best_position(added_N, need_LM, free_NLM)
-        if not found:
-            return None
-        positions.append(int(position))
-        used_NLM[position] += need_LM
-    return used_DM, tuple(positions)

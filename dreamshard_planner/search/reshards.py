@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
-from dreamshard_planner.cost.problem import Change, Cost, Option, Sharding, counted_up, summed
-from dreamshard_planner.search.placing import best_position
+from dreamshard_planner.cost.problem import Change, Cost, Option, Sharding, counted_up, has_room, summed
 from dreamshard_planner.search.states import DIGITS, State, Tried, in_steps
 
 TABLES_TRIED = 24
@@ -300,8 +299,9 @@ class _Trials:
         )
         after_XNL = both_passes(self.group_cost(latent_XNLH + latent_XLH[:, None])).double()
         peak_XNL = device_ms_XNL + after_XNL - group_ms_XNL
-        position_X, found_X = best_position(peak_XNL.amax(-1), need_XLM, free_XNLM)
-        self.fits_Q[first : first + count].logical_and_(found_X)
+        fits_XN = has_room(need_XLM[:, None], free_XNLM).all(-1)
+        position_X = peak_XNL.amax(-1).masked_fill(~fits_XN, torch.inf).argmin(-1)
+        self.fits_Q[first : first + count].logical_and_(fits_XN.any(-1))
         for places, position in zip(self.positions[first:], position_X.tolist(), strict=False):
             places.append(position)
         chosen = torch.arange(count), position_X

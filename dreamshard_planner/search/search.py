@@ -1,9 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The search: how each table is split, and where its shards go.
 
-Descents start from several shardings (:mod:`dreamshard_planner.search.starts`,
-:mod:`dreamshard_planner.search.stacking`). Tables that burden the bottleneck rank change their option
-(:mod:`dreamshard_planner.search.reshards`). If no re-shard helps, units of span 1 move and swap
+Descents start from several shardings (:mod:`dreamshard_planner.search.starts`). Tables that burden the bottleneck rank
+change their option (:mod:`dreamshard_planner.search.reshards`). If no re-shard helps, units of span 1 move and swap
 (:mod:`dreamshard_planner.search.moves`), while wider units stay. The two alternate until neither helps. The best plan
 is perturbed, first by re-shards, at last by moves. If every table has one option, only moves and swaps are left.
 
@@ -21,10 +20,8 @@ import torch
 from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding
 from dreamshard_planner.search.effort import DEFAULT_SEARCH, Budget, Deadline, SearchConfig
 from dreamshard_planner.search.moves import local_search
-from dreamshard_planner.search.placing import packed_start
 from dreamshard_planner.search.reshards import ShardingState
-from dreamshard_planner.search.stacking import stacked_starts
-from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts
+from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts, packed_start, stacked_starts
 from dreamshard_planner.search.states import in_steps
 
 WORTH = 1e-3
@@ -97,11 +94,14 @@ def search(
         pool = [packed]
     if not pool:
         return None
-    cheapest = sorted(pool, key=cost.overall_ms)[: config.starts]
-    descents = _Descents(cost, cheapest[0], config, seed, budget)
+    order = sorted(pool, key=cost.overall_ms)
+    # Further starts replace none of the others: the cost of a start says little about the end of its descent.
+    cheapest = [start for start in order if start not in extra][: config.starts]
+    first = sorted([*cheapest, *extra], key=cost.overall_ms)
+    descents = _Descents(cost, first[0], config, seed, budget)
     if not _can_reshard(cost.problem):
-        return descents.result(cheapest, in_time, extra)
-    for start in cheapest:
+        return descents.result(first, in_time, extra)
+    for start in first:
         descents.descend(start)
         if budget.left() and (variants := group_moves(cost, asked, start, config.effort)):
             descents.descend(min(variants, key=cost.overall_ms))

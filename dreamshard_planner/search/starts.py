@@ -12,18 +12,20 @@ tables, and of those that one collective carries (a module's of one type), up to
 type are a target as well: where n equal parts do not divide among the ranks (24 on 16), the rest of that division
 costs a whole part more than level, and no change of a single table helps.
 
-Shapes: T tables, O options of the table that has most, P parts, D ranks, M limits.
+Shapes: T tables, O options of the table that has most, P parts, U units of an option, L span, N positions, D ranks,
+M limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from dreamshard_planner.cost.problem import Cost, Sharding, has_room
+from dreamshard_planner.cost.problem import Cost, Problem, Sharding, has_room
 from dreamshard_planner.search.effort import portion
-from dreamshard_planner.search.placing import place_units
+from dreamshard_planner.search.placing import Ranks, place_units
 
 FILLS = (1.0, 0.5)
 """Shares of the level height that a single part may take in a start: small parts pack better, large ones cost less."""
@@ -35,6 +37,18 @@ MAX_COUNTS = 8
 """Sizes of sets of tables that are tried, ever larger, and"""
 TABLES_MOVED = 2000
 """these times tables."""
+ATTEMPTS = 100
+"""Attempts to stack tables, of each way to choose positions."""
+TABLES_STACKED = 4000
+"""Upper bound on attempts x tables."""
+LEAST_ATTEMPTS = 12
+"""Fewer attempts find no height worth having."""
+LOWERED = 0.99
+"""Target after a success, over the height that was reached."""
+PACKING_ATTEMPTS = 100
+"""Attempts to pack by bytes alone, of each way to choose positions, and"""
+PARTS_PACKED = 10_000
+"""these times parts. Of 140 random problems that need 99 % of the memory, this solves 101."""
 
 
 class OptionTotals:
@@ -162,13 +176,13 @@ def group_moves(cost: Cost, asked: OptionTotals, sharding: Sharding, effort: flo
         effort: share of the moves to lay down, evenly over all of them; all from 1 on.
     """
     now_T = np.array(sharding.options)
-    chosen = list(dict.fromkeys(options for options in _chosen(asked, now_T) if options != sharding.options))
+    chosen = list(dict.fromkeys(options for options in _chosen(cost, asked, now_T) if options != sharding.options))
     few = min(len(chosen), portion(len(chosen), effort))
     laid = (place_units(cost, chosen[index * len(chosen) // few]) for index in range(few))
     return [moved for moved in laid if moved is not None]
 
 
-def _chosen(asked: OptionTotals, now_T: np.ndarray) -> Iterator[tuple[int, ...]]:
+def _chosen(cost: Cost, asked: OptionTotals, now_T: np.ndarray) -> Iterator[tuple[int, ...]]:
     """Options of all tables after each move."""
     each_T = np.arange(len(now_T))
     largest_T, total_T = asked.largest_ms_TO[each_T, now_T], asked.total_ms_TO[each_T, now_T]
@@ -176,6 +190,7 @@ def _chosen(asked: OptionTotals, now_T: np.ndarray) -> Iterator[tuple[int, ...]]
     now_kind_T = asked.kind_TO[each_T, now_T]
     kinds = dict.fromkeys(asked.kind_TO[asked.fits_TO].tolist())
     others = [(asked.kind_TO == kind) & asked.fits_TO & (now_kind_T != kind)[:, None] for kind in kinds]
+    collective_T = _collectives(cost, now_T)
     for within_TO in (smaller_TO, *others):
         option_T = np.where(within_TO, asked.total_ms_TO, np.inf).argmin(1)
         added_T = np.where(within_TO.any(1), asked.total_ms_TO[each_T, option_T] - total_T, np.inf)
@@ -184,6 +199,8 @@ def _chosen(asked: OptionTotals, now_T: np.ndarray) -> Iterator[tuple[int, ...]]
         order = np.argsort(rate_T, kind="stable")[: int(np.isfinite(added_T).sum())]
         gaining = int((added_T < 0).sum())
         sets = [order[:count] for count in _counts(len(order), () if spreads else (gaining - 1, gaining, gaining + 1))]
+        if not spreads:
+            sets += [order[collective_T[order] == one] for one in np.unique(collective_T[order])]
         for moved in sets:
             options_T = now_T.copy()
             options_T[moved] = option_T[moved]
@@ -195,3 +212,124 @@ def _counts(tables: int, others: Sequence[int]) -> list[int]:
     most = max(4, min(MAX_COUNTS, TABLES_MOVED // max(1, tables)))
     growing = {round(tables ** (step / (most - 1))) for step in range(most)}
     return sorted(count for count in {*growing, *others} if 0 < count <= tables)
+
+
+def _collectives(cost: Cost, now_T: np.ndarray) -> np.ndarray:
+    """The first collective that each table takes part in, which tables of its module and type share."""
+    parts = [options[option].parts[0] for options, option in zip(cost.problem.tables, now_T, strict=True)]
+    return (cost.problem.bytes_PC[parts].numpy() > 0).argmax(-1)
+
+
+def stacked_starts(cost: Cost, asked: OptionTotals, effort: float = 1.0) -> list[Sharding]:
+    """Return up to two shardings within memory; none of many tables, whose level starts are good.
+
+    They serve few tables on many ranks, where options and places must be chosen together. Below a target height, each
+    table in turn takes the option that costs all ranks together least and still fits. A table that fits nowhere goes
+    first in the next attempt (Joslin & Clements, "Squeaky Wheel" Optimization, JAIR 1999). Each success lowers the
+    target. Milliseconds of compute and exchange add up here.
+
+    Args:
+        cost: the problem and its cost.
+        asked: totals of its options.
+        effort: share of the attempts to make; all from 1 on.
+    """
+    tables = cost.problem.num_tables
+    attempts = portion(min(ATTEMPTS, TABLES_STACKED // tables), min(1.0, effort))
+    if attempts < LEAST_ATTEMPTS:
+        return []
+    stack = _Stack(cost.problem, (cost.single_ms_P + cost.problem.exchange_ms_P).numpy())
+    found = [_lowest(cost, stack, asked.total_ms_TO.min(1), attempts, fullest) for fullest in (True, False)]
+    return [sharding for sharding in found if sharding is not None]
+
+
+def _lowest(cost: Cost, stack: _Stack, least_ms_T: np.ndarray, attempts: int, fullest: bool) -> Sharding | None:
+    """Lower the target from success to success; return the cheapest sharding found."""
+    low, high = float(least_ms_T.sum()) / cost.problem.num_ranks, float(least_ms_T.sum())
+    order = np.argsort(-least_ms_T, kind="stable").tolist()
+    found: dict[Sharding, float] = {}
+    for _ in range(attempts):
+        height = min((low + high) / 2, LOWERED * high)
+        if (sharding := stack.fill(order, height, fullest)) is not None:
+            high, found[sharding] = height, cost.overall_ms(sharding)
+        else:
+            low = height
+    return min(found, key=found.__getitem__, default=None)
+
+
+def packed_start(problem: Problem) -> Sharding | None:
+    """Find a sharding within memory, by bytes alone; None if no attempt does.
+
+    Tables whose smallest possible part is largest come first. Each takes the option of fewest bytes that fits.
+    """
+    # Bytes as shares of the roomiest rank.
+    kinds = problem.needs_PM.shape[1] - problem.num_rules
+    roomiest_M = problem.limits_DM[:, :kinds].amax(0).double().clamp_min(1e-3)
+    share_P = (problem.needs_PM[:, :kinds] / roomiest_M).amax(-1).numpy()
+    stack = _Stack(problem, share_P)
+    least_T = [min(share_P[option.parts].max() for option in options) for options in problem.tables]
+    order = np.argsort(np.negative(least_T), kind="stable").tolist()
+    attempts = min(PACKING_ATTEMPTS, 1 + PARTS_PACKED // len(share_P))
+    found = (stack.fill(order, np.inf, fullest) for fullest in (True, False) for _ in range(attempts))
+    return next((sharding for sharding in found if sharding is not None), None)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """An option with what its units add to each rank of their span."""
+
+    index: int
+    largest: float
+    load_UL: np.ndarray
+    needs_ULM: np.ndarray
+
+
+class _Stack:
+    """Options of each table, the one of least load in all first.
+
+    Args:
+        problem: tables and ranks.
+        load_P: milliseconds, or shares of memory, that add up on a rank.
+    """
+
+    def __init__(self, problem: Problem, load_P: np.ndarray) -> None:
+        self._problem, needs_PM = problem, problem.needs_PM.numpy()
+        self._tables: list[list[_Option]] = []
+        for options in problem.tables:
+            loads = enumerate(load_P[option.part_UL] for option in options)
+            made = [_Option(at, load_UL.max(), load_UL, needs_PM[options[at].part_UL]) for at, load_UL in loads]
+            self._tables.append(sorted(made, key=lambda option: option.load_UL.sum()))
+
+    def fill(self, order: list[int], height: float, fullest: bool) -> Sharding | None:
+        """Place tables in this order; without success, put the first that fits nowhere first.
+
+        Args:
+            order: tables.
+            height: load that no rank may exceed.
+            fullest: whether units go where the rank ends fullest, or emptiest.
+        """
+        ranks = Ranks(np.zeros(self._problem.num_ranks), self._problem.limits_DM.numpy())
+        options = [0] * len(order)
+        positions: list[tuple[int, ...]] = [()] * len(order)
+        for table in order:
+            for option in self._tables[table]:
+                if option.largest <= height and (places := _placed(option, ranks, height, fullest)):
+                    options[table], positions[table] = option.index, places
+                    break
+            else:
+                order.remove(table)
+                order.insert(0, table)
+                return None
+        return Sharding(tuple(options), tuple(positions))
+
+
+def _placed(option: _Option, ranks: Ranks, height: float, fullest: bool) -> tuple[int, ...]:
+    """Lay an option down; return its positions, or nothing if a unit fits nowhere."""
+    places: list[int] = []
+    for unit in zip(option.load_UL, option.needs_ULM, strict=True):
+        place = ranks.lay(*unit, lambda peak_N: np.where(peak_N <= height, -peak_N if fullest else peak_N, np.inf))
+        if place is None:
+            for laid, load_L, need_LM in zip(places, option.load_UL, option.needs_ULM, strict=False):
+                ranks.lift(laid, load_L, need_LM)
+            return ()
+        places.append(place)
+    return tuple(places)

@@ -14,18 +14,18 @@ from dreamshard_planner.cost.problem import Cost, Preload, Problem
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.search import moves
 from dreamshard_planner.search.moves import PlacementState
-from dreamshard_planner.search.placing import best_fit, greedy_by_score, pack, place_by_heuristic
+from dreamshard_planner.search.placing import greedy_by_score, place_by_heuristic
+from dreamshard_planner.search.starts import packed_start
 from dreamshard_planner.search.states import in_steps
 
 
-def test_packing_where_greedy_dead_ends() -> None:
-    # Best fit decreasing puts 6 beside nothing that fills 10; only {6,4} {5,5} works.
-    problem = storage_problem([6, 5, 5, 4], [10, 10])
-    assert problem.fits(pack(problem)[None]).all()
-    # Three-partition: the largest first fails, 3 first does not.
-    hard = storage_problem([7, 6, 5, 5, 4, 3], [15, 15])
-    assert best_fit(hard) is None and hard.fits(pack(hard)[None]).all()
-    assert pack(storage_problem([6, 6, 6], [10, 10])) is None
+@pytest.mark.parametrize("sizes, capacity", [([6, 5, 5, 4], 10), ([7, 6, 5, 5, 4, 3], 15)])
+def test_packing_where_greedy_dead_ends(sizes: list[int], capacity: int) -> None:
+    """The largest first fails: 6 leaves room for 4 alone, and 7 and 5 for 3."""
+    problem = storage_problem(sizes, [capacity] * 2)
+    packed = packed_start(problem)
+    assert packed is not None and bool(problem.fits(packed))
+    assert packed_start(storage_problem([capacity // 2 + 1] * 3, [capacity] * 2)) is None
 
 
 def test_shortage_names_table_and_bytes() -> None:

@@ -10,10 +10,9 @@ from sharding_tasks import HOST, MEMORY, RANKS, sharding_cost
 from dreamshard_planner.cost.compute import SharedCores
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.search.effort import SearchConfig
-from dreamshard_planner.search.placing import packed_start
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.search import search
-from dreamshard_planner.search.starts import OptionTotals, level_starts
+from dreamshard_planner.search.starts import OptionTotals, level_starts, packed_start
 from tests.exhaustive import planned_and_best_ms
 
 SEARCH = SearchConfig(moves=2000, last_moves=2000)
