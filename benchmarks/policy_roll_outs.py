@@ -47,7 +47,7 @@ from dreamshard_planner.policy.mdp import Sweep
 from dreamshard_planner.policy.network import SWEEPS, Policy, opening_types, policy_starts, roll_out
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, SearchConfig
+from dreamshard_planner.search.effort import EFFORTS
 from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.search_space.constraints import PlanningConstraints
@@ -87,8 +87,8 @@ def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str
     rolled_out = policy_starts(cost, policy, OptionTotals(cost)) if PLAYING & {*kinds} else []
     played_seconds = time.process_time() - began
 
-    def searched(config: SearchConfig, plays: bool) -> list[Sharding | None]:
-        found = search(cost, [], config, further=(lambda *_: rolled_out) if plays else None)
+    def searched(effort: float, plays: bool) -> list[Sharding | None]:
+        found = search(cost, [], effort, further=(lambda *_: rolled_out) if plays else None)
         return [None if found is None else found.sharding]
 
     def played(types: Sequence[str] | None = None) -> list[Sharding | None]:
@@ -106,10 +106,10 @@ def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str
         "starts": lambda: rolled_out,
         "first": lambda: opened_by_all(SWEEPS[:1]),
         "whole": lambda: played(WHOLE_TYPES),
-        "quick": lambda: searched(DEFAULT_SEARCH.times(EFFORTS["quick"]), True),
-        "third": lambda: searched(DEFAULT_SEARCH.times(1 / 3), True),
-        "search": lambda: searched(DEFAULT_SEARCH, True),
-        "without": lambda: searched(DEFAULT_SEARCH, False),
+        "quick": lambda: searched(EFFORTS["quick"], True),
+        "third": lambda: searched(1 / 3, True),
+        "search": lambda: searched(1.0, True),
+        "without": lambda: searched(1.0, False),
     }
     row = {}
     for kind in kinds:

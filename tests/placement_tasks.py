@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Tiny placement tasks, their cost, and a short search."""
+"""Tiny placement tasks, and their cost."""
 
 from dataclasses import replace
 
@@ -9,12 +9,10 @@ from common.whole_tables import over, problem_of, with_options
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.problem import Cost, Problem
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.tables import Table, workloads_of
 
 ROOFLINE = RooflineCost(memory_bytes_per_ms=1e6, uvm_bytes_per_ms=1e5)
-SEARCH = SearchConfig(moves=2000, last_moves=2000)
 
 
 def tables(count: int, seed: int = 0) -> list[Table]:

@@ -27,9 +27,10 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Cost
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Budget
+from dreamshard_planner.search.effort import NO_DEADLINE, Budget
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.placing import HEURISTICS, greedy_by_score, place_by_heuristic
+from dreamshard_planner.search.search import LAST_MOVES
 from placements.contests import Contest
 
 
@@ -47,8 +48,8 @@ def searched(cost: Cost, drafted: Tensor | None = None) -> Tensor | None:
     if not starts:
         return None
     best = starts[int(cost.rate(torch.stack(starts)).overall_ms_B.argmin())]
-    budget, generator = Budget(DEFAULT_SEARCH.last_moves, NO_DEADLINE), torch.Generator().manual_seed(0)
-    return local_search(cost, best[None], DEFAULT_SEARCH, budget, generator)
+    budget, generator = Budget(LAST_MOVES, NO_DEADLINE), torch.Generator().manual_seed(0)
+    return local_search(cost, best[None], budget, generator)
 
 
 Placer = Callable[[Contest], Tensor | None]

@@ -202,7 +202,7 @@ class ModelProblem:
             *map(type, components),
             self.ranks.checkpoint.digest(),
             (settings.constraints, settings.placement_rules),
-            (settings.search, settings.timeout_seconds, settings.hot_rows_bytes),
+            (settings.candidates, settings.timeout_seconds, settings.hot_rows_bytes),
         ]
         left_bytes = [device.storage for device in self.left.devices]
         # TorchRec enumerates kernels in the order of a set.

@@ -40,7 +40,7 @@ from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.planning.ranks import PlannedRanks, ShardingGroups
 from dreamshard_planner.plans.plan_file import BANDWIDTHS, GroupsInputs, PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.effort import DEFAULT_EFFORT, DEFAULT_SEARCH, EFFORTS, SearchConfig
+from dreamshard_planner.search.effort import DEFAULT_EFFORT, EFFORTS
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -125,11 +125,6 @@ class PlannerSettings:
     def seconds(self) -> float | None:
         """Cap on the search, the shorter of ``search_seconds`` and ``timeout_seconds``; None for no cap."""
         return min(filter(None, (self.search_seconds, self.timeout_seconds)), default=None)
-
-    @property
-    def search(self) -> SearchConfig:
-        """Counts of candidates of the search."""
-        return DEFAULT_SEARCH.times(self.candidates)
 
     @property
     def candidates(self) -> float:

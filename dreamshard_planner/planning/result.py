@@ -401,7 +401,7 @@ def _forced_out(
     kept = [one for one in plan if not any(same_option(one, other) for other in offered.get(fqn_of(one), ()))]
     read = wider.read([*options, *kept], model.left)
     cost, start, settings = wider.cost(read), read.sharding(plan), model.settings
-    found = search(cost, [start], settings.search.times(FIGURE_EFFORT), settings.seed, settings.seconds)
+    found = search(cost, [start], FIGURE_EFFORT * settings.candidates, settings.seed, settings.seconds)
     exact_ms = cost.overall_ms(start)
     if found is None or not found.overall_ms < exact_ms * (1 - NOTHING):
         return ()

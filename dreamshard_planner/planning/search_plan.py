@@ -21,7 +21,7 @@ from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, NO_DEADLINE, Deadline, SearchConfig, portion
+from dreamshard_planner.search.effort import NO_DEADLINE, Deadline, portion
 from dreamshard_planner.search.placing import heuristic_placements, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search_space.enumeration import all_sized, other_sizes
@@ -29,8 +29,8 @@ from dreamshard_planner.search_space.options import by_table, counted, is_torchr
 from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
 
-QUICK = SearchConfig(starts=1, reshards=1, reshards_per_table=1, moves=100, last_moves=1, patience=1, effort=0.02)
-"""A few steps of one descent."""
+QUICK = 0.002
+"""Effort of a few steps of one descent."""
 WHOLE = "whole_tables"
 """Name of our plan of whole tables in reports."""
 BASELINE = "torchrec"
@@ -49,14 +49,14 @@ SHARDS_OF_ONE = 2_000_000
 class SearchSettings:
     """Bounds and seed of the searches for one plan."""
 
-    config: SearchConfig = DEFAULT_SEARCH
+    effort: float = 1.0
     seed: int = 0
     deadline: Deadline = NO_DEADLINE
     """End of all searches together, on top of their counts of candidates."""
 
     def search(self, cost: Cost, starts: Iterable[Sharding], further: Further | None = None) -> SearchResult | None:
         """Search from some starts, see :func:`~dreamshard_planner.search.search.search`."""
-        return search(cost, starts, self.config, self.seed, self.deadline.left(), further)
+        return search(cost, starts, self.effort, self.seed, self.deadline.left(), further)
 
 
 def place_proposal(
@@ -95,7 +95,7 @@ def place_proposal(
     }
     starts = [plan for plan in plans.values() if plan is not None]
     if quickly:
-        result = replace(settings, config=QUICK, deadline=NO_DEADLINE).search(cost, starts)
+        result = replace(settings, effort=QUICK, deadline=NO_DEADLINE).search(cost, starts)
     else:
         result = settings.search(cost, starts, _roll_outs(context))
     if result is None:
@@ -253,11 +253,11 @@ def _searched(
             options, alone = fastest, None if sizes else whole.result
     if settings.deadline.left() != 0.0:
         offered = [option for option in options if is_torchrecs(option)]
-        theirs = torchrec_plan(offered, topology, settings.config.effort)
+        theirs = torchrec_plan(offered, topology, settings.effort)
         if theirs is not None:
             plans[BASELINE] = theirs.options
         untold = context.without_lookups(offered)
-        if untold and (default := torchrec_plan(untold, topology, settings.config.effort)) is not None:
+        if untold and (default := torchrec_plan(untold, topology, settings.effort)) is not None:
             plans[UNTOLD] = default.options
     options = [*options, *sizes]
     read = context.read(options, topology)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dreamshard_planner.cost.compute import compute_ms, overall_ms
 from dreamshard_planner.cost.problem import Change, Cost, Sharding
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, portion
+from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.search import descended
 
@@ -69,7 +69,7 @@ def few_moves(
     walk = _Walk(cost, fresh, kept, received, effort)
     walk.back()
     for start in starts:
-        walk.restart(descended(cost, start, DEFAULT_SEARCH.times(effort)))
+        walk.restart(descended(cost, start, effort))
         walk.back()
     for start in [*starts, *([] if starts else [walk.sharding])]:
         for most in (walk.most_bytes, *([] if limit is None else [limit])):

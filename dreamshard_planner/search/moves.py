@@ -24,12 +24,14 @@ from torch import Tensor
 from dreamshard_planner.cost.collectives import Exchanges
 from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
 from dreamshard_planner.cost.problem import Cost, Problem, has_room
-from dreamshard_planner.search.effort import Budget, SearchConfig
+from dreamshard_planner.search.effort import Budget
 from dreamshard_planner.search.states import State, in_steps
 
 MAX_APPROXIMATED = 20_000
 """Candidates of one step, over all placements side by side. With more, calls no longer dominate, and one descent that
 ends is worth more than several that do not."""
+LAST_PATIENCE = 24
+"""Fruitless perturbed copies, one after the other, at which a search ends."""
 MAX_COPIES = 8
 """Perturbed copies of a placement that descend side by side."""
 RATED_EXACTLY = 16
@@ -90,29 +92,33 @@ class PlacementState(State):
 
 @torch.inference_mode()
 def local_search(
-    cost: Cost, start_BS: Tensor, config: SearchConfig, budget: Budget, generator: torch.Generator | None = None
+    cost: Cost,
+    start_BS: Tensor,
+    budget: Budget,
+    generator: torch.Generator | None = None,
+    patience: int = LAST_PATIENCE,
 ) -> Tensor:
     """Descend from feasible placements and return the best one found, [S]; never worse than the best start.
 
     Args:
         cost: the problem, whose parts are placed one by one, and its cost.
         start_BS: rank of each part, of one placement or several.
-        config: how widely to search.
         budget: moves, and swaps rated exactly.
         generator: draws perturbed copies of the best placement, from which descents go on; None for no copies.
+        patience: fruitless copies, one after the other, at which the search ends.
     """
     start_ms_B = cost.rate(start_BS).overall_ms_B
     best = _Best(start_BS[int(start_ms_B.argmin())], max(1e-9, float(start_ms_B.min())))
     if cost.problem.num_ranks == 1 or not start_BS.shape[1]:
         return best.assignment_S
-    _descend(PlacementState(cost, start_BS), best, config, budget)
+    _descend(PlacementState(cost, start_BS), best, budget)
     if generator is not None and budget.left():
 
         def perturbed(copies: int) -> Tensor:
             return _perturbed(cost.problem, best.assignment_S, copies, generator)
 
         copies = PlacementState(cost, perturbed(_side_by_side(cost.problem)))
-        _descend(copies, best, config, budget, perturbed)
+        _descend(copies, best, budget, perturbed, patience)
     return best.assignment_S
 
 
@@ -160,16 +166,16 @@ class _Best:
 def _descend(
     states: PlacementState,
     best: _Best,
-    config: SearchConfig,
     budget: Budget,
     perturbed: Callable[[int], Tensor] | None = None,
+    patience: int = 0,
 ) -> None:
     """Descend steeply on each placement's slowest rank and on the one that sends longest, in turns. A placement that
     can get no further is replaced by one of ``perturbed``, if given, until patience ends."""
     every_B = row_B = torch.arange(len(states.assignment_BP))
     turn_B, failed_B = torch.zeros_like(row_B), torch.zeros_like(row_B)
     fruitless = 0
-    while len(row_B) and budget.left() and (perturbed is None or fruitless < config.last_patience):
+    while len(row_B) and budget.left() and (perturbed is None or fruitless < patience):
         bottlenecks = _bottlenecks(states, row_B, best.unit)
         bottleneck_B = torch.stack(bottlenecks, -1).gather(1, turn_B[:, None])[:, 0]
         improved_B, candidates = improve(states, row_B, bottleneck_B, best.unit)

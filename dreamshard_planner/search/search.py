@@ -18,12 +18,24 @@ from dataclasses import dataclass
 import torch
 
 from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding
-from dreamshard_planner.search.effort import DEFAULT_SEARCH, Budget, Deadline, SearchConfig
-from dreamshard_planner.search.moves import local_search
+from dreamshard_planner.search.effort import Budget, Deadline, portion
+from dreamshard_planner.search.moves import LAST_PATIENCE, local_search
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts, packed_start, stacked_starts
 from dreamshard_planner.search.states import in_steps
 
+STARTS = 4
+"""Starting shardings to descend from: the cheapest."""
+RESHARDS = 20_000
+"""Re-shards that the whole search may try, besides"""
+RESHARDS_PER_TABLE = 10
+"""for each table of the model."""
+MOVES = 6_000
+"""Moves, and swaps rated exactly, of one descent between re-shards."""
+LAST_MOVES = 40_000
+"""Moves and swaps of the last descents, from copies of the best plan with shards moved at random."""
+PATIENCE = 8
+"""Perturbations without a gain worth having, one after the other, at which re-sharding ends."""
 WORTH = 1e-3
 """Share of the cost by which a perturbation has to lower it to count as a gain."""
 PERTURBED_TABLES = 3
@@ -58,7 +70,7 @@ class SearchResult:
 def search(
     cost: Cost,
     starts: Iterable[Sharding],
-    config: SearchConfig = DEFAULT_SEARCH,
+    effort: float = 1.0,
     seed: int = 0,
     seconds: float | None = None,
     further: Further | None = None,
@@ -69,18 +81,18 @@ def search(
     Args:
         cost: the problem and its cost.
         starts: feasible shardings; others are made by :func:`level_starts` and :func:`stacked_starts`.
-        config: how long to search.
+        effort: share of the default's starts, candidates and patience.
         seed: of perturbations.
         seconds: cap on the search, its starts included, on top of its budget of candidates.
         further: makes a few starts more, from all of which there are descents as well.
     """
-    budget = _budget(cost, config, Deadline(seconds))
+    budget = _budget(cost, effort, Deadline(seconds))
     asked = OptionTotals(cost)
     if not asked.may_fit:
         return None
-    made = level_starts(cost, asked, budget.left, config.effort)
+    made = level_starts(cost, asked, budget.left, effort)
     if budget.left() and _can_reshard(cost.problem):
-        made += stacked_starts(cost, asked, config.effort)
+        made += stacked_starts(cost, asked, effort)
     extra: list[Sharding] = []
     in_time = True
     if further is not None and budget.left():
@@ -96,17 +108,17 @@ def search(
         return None
     order = sorted(pool, key=cost.overall_ms)
     # Further starts replace none of the others: the cost of a start says little about the end of its descent.
-    cheapest = [start for start in order if start not in extra][: config.starts]
+    cheapest = [start for start in order if start not in extra][: portion(STARTS, effort)]
     first = sorted([*cheapest, *extra], key=cost.overall_ms)
-    descents = _Descents(cost, first[0], config, seed, budget)
+    descents = _Descents(cost, first[0], effort, seed, budget)
     if not _can_reshard(cost.problem):
         return descents.result(first, in_time, extra)
     for start in first:
         descents.descend(start)
-        if budget.left() and (variants := group_moves(cost, asked, start, config.effort)):
+        if budget.left() and (variants := group_moves(cost, asked, start, effort)):
             descents.descend(min(variants, key=cost.overall_ms))
     fruitless = 0
-    while budget.left() and fruitless < config.patience:
+    while budget.left() and fruitless < portion(PATIENCE, effort):
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
@@ -120,14 +132,14 @@ def _can_reshard(problem: Problem) -> bool:
     return len(every.span_O) > problem.num_tables or bool(wide_O.any())
 
 
-def _budget(cost: Cost, config: SearchConfig, deadline: Deadline) -> Budget:
-    return Budget(config.reshards + config.reshards_per_table * cost.problem.num_tables, deadline)
+def _budget(cost: Cost, effort: float, deadline: Deadline) -> Budget:
+    return Budget(portion(RESHARDS, effort) + portion(RESHARDS_PER_TABLE, effort) * cost.problem.num_tables, deadline)
 
 
 @torch.inference_mode()
-def descended(cost: Cost, start: Sharding, config: SearchConfig) -> Sharding:
+def descended(cost: Cost, start: Sharding, effort: float) -> Sharding:
     """Return where one descent from a feasible sharding ends: near it, as such searches go."""
-    descents = _Descents(cost, start, config, 0, _budget(cost, config, Deadline(None)))
+    descents = _Descents(cost, start, effort, 0, _budget(cost, effort, Deadline(None)))
     descents.descend(start)
     return prefer_cheaper_kernels(cost, descents.best)
 
@@ -135,8 +147,8 @@ def descended(cost: Cost, start: Sharding, config: SearchConfig) -> Sharding:
 class _Descents:
     """Descents one after the other, and the best that they came to."""
 
-    def __init__(self, cost: Cost, best: Sharding, config: SearchConfig, seed: int, budget: Budget) -> None:
-        self._cost, self._config = cost, config
+    def __init__(self, cost: Cost, best: Sharding, effort: float, seed: int, budget: Budget) -> None:
+        self._cost, self._effort = cost, effort
         self.best, self.best_ms = best, cost.overall_ms(best)
         self._unit = max(1e-9, self.best_ms)
         self._generator = torch.Generator().manual_seed(seed)
@@ -146,14 +158,18 @@ class _Descents:
     def result(self, starts: Sequence[Sharding], in_time: bool, extra: Iterable[Sharding]) -> SearchResult:
         """Return the best after moves from some starts, which differ in nothing else, and from perturbed copies, in
         the cheapest kernels that there is room for; ``in_time`` says whether all starts were made."""
-        chosen, budget = self._cost.chosen(starts[0]), Budget(self._config.last_moves, self.budget.deadline)
+        chosen, budget = self._cost.chosen(starts[0]), self._moves(LAST_MOVES)
         starts_BS = torch.stack([self._cost.chosen(start).assignment_S for start in starts])
-        best_S = local_search(chosen.cost, starts_BS, self._config, budget, self._generator)
+        patience = portion(LAST_PATIENCE, self._effort)
+        best_S = local_search(chosen.cost, starts_BS, budget, self._generator, patience)
         best = prefer_cheaper_kernels(self._cost, chosen.placed(best_S))
         cut_short = self.budget.cut_short or budget.cut_short or not in_time
         candidates = self._candidates + budget.used
         best_ms = self._cost.overall_ms(best)
         return SearchResult(best, best_ms, self.budget.used, candidates, cut_short, tuple(extra))
+
+    def _moves(self, count: int) -> Budget:
+        return Budget(portion(count, self._effort), self.budget.deadline)
 
     def _state(self, sharding: Sharding) -> ShardingState:
         return ShardingState(self._cost, sharding, self._unit)
@@ -182,8 +198,8 @@ class _Descents:
         chosen = self._cost.chosen(sharding)
         if not len(chosen.assignment_S):
             return sharding, True
-        budget = Budget(self._config.moves, self.budget.deadline)
-        moved_S = local_search(chosen.cost, chosen.assignment_S[None], self._config, budget)
+        budget = self._moves(MOVES)
+        moved_S = local_search(chosen.cost, chosen.assignment_S[None], budget)
         self._candidates += budget.used
         return chosen.placed(moved_S), budget.used < budget.limit
 

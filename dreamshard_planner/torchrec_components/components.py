@@ -289,7 +289,7 @@ class SearchLoop:
         if given.perf_model is not None:  # it may like a plan of TorchRec's better than ours
             own += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
         self.proposers = given.proposers or own
-        self._settings = SearchSettings(settings.search, settings.seed)
+        self._settings = SearchSettings(settings.candidates, settings.seed)
         many = given.proposers is not None or given.perf_model is not None
         ours = DreamShardPartitioner(context, self._settings, settings.seconds, quickly=many)
         self.partitioner = given.partitioner or ours

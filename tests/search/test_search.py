@@ -9,13 +9,10 @@ from sharding_tasks import HOST, MEMORY, RANKS, sharding_cost
 
 from dreamshard_planner.cost.compute import SharedCores
 from dreamshard_planner.cost.problem import Cost, Sharding
-from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import OptionTotals, level_starts, packed_start
 from tests.exhaustive import planned_and_best_ms
-
-SEARCH = SearchConfig(moves=2000, last_moves=2000)
 
 
 @pytest.mark.parametrize("memory", [MEMORY, 400, 300])
@@ -23,13 +20,13 @@ def test_search_keeps_memory_and_beats_every_start(memory: int) -> None:
     cost = sharding_cost(9, 5, memory)
     starts = level_starts(cost, OptionTotals(cost))
     assert starts and all(cost.problem.fits(start) for start in starts)
-    result = search(cost, [], SEARCH)
+    result = search(cost, [])
     assert cost.problem.fits(result.sharding)
     assert result.overall_ms <= min(cost.overall_ms(start) for start in starts) * (1 + 1e-5)
 
 
 def test_where_nothing_fits_there_is_no_sharding() -> None:
-    assert search(sharding_cost(9, 5, 40), [], SEARCH) is None
+    assert search(sharding_cost(9, 5, 40), []) is None
 
 
 def with_cores(cost: Cost, cores: SharedCores | None) -> Cost:
@@ -39,7 +36,7 @@ def with_cores(cost: Cost, cores: SharedCores | None) -> Cost:
 
 def test_ranks_that_share_a_core_get_the_least_work_together() -> None:
     cost = sharding_cost(4, 1)
-    level, shared = (search(one, [], SEARCH).sharding for one in (cost, with_cores(cost, SharedCores(1, RANKS))))
+    level, shared = (search(one, []).sharding for one in (cost, with_cores(cost, SharedCores(1, RANKS))))
     sums_ms = [float(cost.rate(sharding).device_ms_BD.sum()) for sharding in (shared, level)]
     assert sums_ms[0] < 0.9 * sums_ms[1]
 
