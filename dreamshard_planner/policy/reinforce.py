@@ -82,49 +82,21 @@ def advantages(cost_E: Tensor, infeasible_factor: float) -> Tensor:
     return (cost_E.mean() - cost_E) / (cost_E.std() + 1e-6 * worst + 1e-12)
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """Finished sampled episodes, their observations and actions."""
+def _sampled(
+    policy: Policy, task: ShardingTask, episodes: int, generator: torch.Generator, types_ETN: np.ndarray | None
+) -> tuple[EstimatedMDP, Seen, Tensor]:
+    """Play episodes; return them, all that the policy saw, padded with illegal actions, and its actions, [S, E]."""
+    steps: list[tuple[Seen, Tensor]] = []
+    environment = roll_out(
+        policy, task, episodes, generator, types_ETN, TRAINING_SWEEPS, on_step=lambda *step: steps.append(step)
+    )
 
-    environment: EstimatedMDP
-    seen: list[Seen]
-    action_SE: Tensor
+    def padded(name: str) -> Tensor:
+        values = [getattr(seen, name).transpose(0, 1) for seen, _ in steps]
+        return nn.utils.rnn.pad_sequence(values, batch_first=True).transpose(1, 2)
 
-    @classmethod
-    def of(
-        cls,
-        policy: Policy,
-        task: ShardingTask,
-        episodes: int,
-        generator: torch.Generator,
-        types_ETN: np.ndarray | None = None,
-    ) -> Rollout:
-        """Play sampled episodes."""
-        seen: list[Seen] = []
-        taken: list[Tensor] = []
-
-        def keep(step: Seen, action_E: Tensor) -> None:
-            seen.append(step)
-            taken.append(action_E)
-
-        environment = roll_out(policy, task, episodes, generator, types_ETN, TRAINING_SWEEPS, on_step=keep)
-        return cls(environment, seen, torch.stack(taken))
-
-    def scored_by(self, policy: Policy) -> tuple[Tensor, Tensor]:
-        """Return the log probability of each action taken and the entropy of each choice, both [S, E], under gradient.
-        Steps are padded with illegal actions."""
-        most = max(seen.legal_XA.shape[1] for seen in self.seen)
-
-        def padded(name: str) -> Tensor:
-            values = [getattr(seen, name) for seen in self.seen]
-            trailing = (0, 0) * (values[0].dim() - 2)
-            return torch.stack([nn.functional.pad(part, (*trailing, 0, most - part.shape[1])) for part in values])
-
-        every = Seen(padded("excess_XAY"), padded("features_XAF"), padded("legal_XA"))
-        log_SEA = policy.logits(every).log_softmax(-1)
-        finite_SEA = log_SEA.masked_fill(~every.legal_XA, 0.0)
-        entropy_SE = -(finite_SEA.exp() * finite_SEA * every.legal_XA).sum(-1)
-        return log_SEA.gather(-1, self.action_SE[..., None])[..., 0], entropy_SE
+    every = Seen(padded("excess_XAY"), padded("features_XAF"), padded("legal_XA"))
+    return environment, every, torch.stack([action_E for _, action_E in steps])
 
 
 def train_policy(
@@ -182,10 +154,13 @@ def _backward(
     generator: torch.Generator,
 ) -> tuple[float, float, float]:
     """Add one task's gradient; return relative cost, entropy and infeasible share, as in :class:`UpdateStatistics`."""
-    rollout = Rollout.of(policy, task, config.episodes_per_task, generator, types_ETN)
-    cost_E = torch.from_numpy(rollout.environment.relative_cost()).float()
+    environment, seen, action_SE = _sampled(policy, task, config.episodes_per_task, generator, types_ETN)
+    cost_E = torch.from_numpy(environment.relative_cost()).float()
     advantage_E = advantages(cost_E, config.infeasible_factor)
-    log_probability_SE, entropy_SE = rollout.scored_by(policy)
+    log_SEA = policy.logits(seen).log_softmax(-1)
+    log_probability_SE = log_SEA.gather(-1, action_SE[..., None])[..., 0]
+    finite_SEA = log_SEA.masked_fill(~seen.legal_XA, 0.0)
+    entropy_SE = -(finite_SEA.exp() * finite_SEA * seen.legal_XA).sum(-1)
     # Each episode weighs the same, whatever the number of its tables.
     loss = -(log_probability_SE * advantage_E + entropy_weight * entropy_SE).mean()
     (loss / config.tasks_per_update).backward()

@@ -25,7 +25,7 @@ from dreamshard_planner.cost.collectives import Exchanges
 from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
 from dreamshard_planner.cost.problem import Cost, Problem, has_room
 from dreamshard_planner.search.effort import Budget
-from dreamshard_planner.search.states import State, in_steps
+from dreamshard_planner.search.reshards import State, in_steps
 
 MAX_APPROXIMATED = 20_000
 """Candidates of one step, over all placements side by side. With more, calls no longer dominate, and one descent that

@@ -20,9 +20,8 @@ import torch
 from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding
 from dreamshard_planner.search.effort import Budget, Deadline, portion
 from dreamshard_planner.search.moves import LAST_PATIENCE, local_search
-from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search.reshards import ShardingState, in_steps
 from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts, packed_start, stacked_starts
-from dreamshard_planner.search.states import in_steps
 
 STARTS = 4
 """Starting shardings to descend from: the cheapest."""
@@ -180,15 +179,15 @@ class _Descents:
         state = self._state(start)
         ended: Sharding | None = None
         while budget.left():
-            before = in_steps(float(state.overall_ms()), unit)
+            before = in_steps(state.overall_ms(), unit)
             budget.spend(state.improve(budget.limit - budget.used, budget.left))
             if state.sharding is ended:
                 break
             moved, has_ended = self._moved(state.sharding)
             ended = moved if has_ended else None
             state = self._state(moved)
-            after = in_steps(float(state.overall_ms()), unit)
-            if after < in_steps(self.best_ms, unit):
+            after = in_steps(state.overall_ms(), unit)
+            if after < in_steps(torch.tensor(self.best_ms, dtype=torch.float64), unit):
                 self.best, self.best_ms = state.sharding, float(state.overall_ms())
             if after >= before:
                 break
