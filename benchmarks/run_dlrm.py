@@ -46,7 +46,7 @@ from dlrm.steps import training_step
 from dreamshard_planner import Report, StepComparison, compare_steps
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.collectives import local_ranks
-from dreamshard_planner.plans.page import save_html
+from dreamshard_planner.planning.page import save_html
 from dreamshard_planner.plans.report import noted
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.pools import named_pool

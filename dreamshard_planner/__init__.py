@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from dreamshard_planner.observing.step_comparison import compare_steps as compare_steps
     from dreamshard_planner.planner import DreamShardPlanner as DreamShardPlanner
     from dreamshard_planner.planning.explanation import Explanation as Explanation
+    from dreamshard_planner.planning.page import save_html as save_html
     from dreamshard_planner.planning.ranks import ShardingGroups as ShardingGroups
+    from dreamshard_planner.planning.replanning import Replan as Replan
     from dreamshard_planner.plans.comparison import Comparison as Comparison
     from dreamshard_planner.plans.comparison import compare as compare
-    from dreamshard_planner.plans.page import save_html as save_html
     from dreamshard_planner.plans.plan_file import SavedPlan as SavedPlan
-    from dreamshard_planner.plans.replan import Replan as Replan
     from dreamshard_planner.plans.report import Report as Report
     from dreamshard_planner.search_space.placement_rules import PlacementRules as PlacementRules
     from dreamshard_planner.torchrec_components.components import JsonPlanLoader as JsonPlanLoader
@@ -57,7 +57,7 @@ _HOMES = {
     "JsonPlanLoader": "torchrec_components.components",
     "Observation": "observing.observation",
     "PlacementRules": "search_space.placement_rules",
-    "Replan": "plans.replan",
+    "Replan": "planning.replanning",
     "Report": "plans.report",
     "SavedPlan": "plans.plan_file",
     "ShardingGroups": "planning.ranks",
@@ -69,7 +69,7 @@ _HOMES = {
     "load_across_plans": "across_plans.loading",
     "observe": "observing.observer",
     "save_across_plans": "across_plans.saving",
-    "save_html": "plans.page",
+    "save_html": "planning.page",
 }
 """Modules of the names that are imported at their first use; type checkers read the imports above."""
 

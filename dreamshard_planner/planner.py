@@ -57,10 +57,9 @@ from dreamshard_planner.planning.ranks import (
     topology_here,
 )
 from dreamshard_planner.planning.remembered import Remembered
-from dreamshard_planner.planning.replanning import link_bytes_per_s, replanned
+from dreamshard_planner.planning.replanning import Replan, link_bytes_per_s, replanned
 from dreamshard_planner.planning.result import PlanResult, lost_optimizers, missing_optimizers
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search.effort import DEFAULT_EFFORT
 from dreamshard_planner.search_space.constraints import given_constraints

@@ -47,12 +47,14 @@ def tables_of_model(plan: GivenPlan, known: Collection[str]) -> dict[str, Any]:
     unknown = [fqn for fqn in given if fqn not in known]
     if unknown:
         raise refused(
-            f"{name} shards {_count(unknown)} the planned model does not have, or not on this kind of device: "
-            f"{some_of(unknown, known)}"
+            f"{name} shards {len(unknown)} table(s) that the planned model does not have, or not on this kind of "
+            f"device: {some_of(unknown, known)}"
         )
     missing = [fqn for fqn in known if fqn not in given]
     if missing:
-        raise refused(f"{name} has no sharding of {_count(missing)} the planned model has: {some_of(missing, ())}")
+        raise refused(
+            f"{name} has no sharding of {len(missing)} table(s) that the planned model has: {some_of(missing, ())}"
+        )
     return given
 
 
@@ -227,7 +229,3 @@ def sharding_of(
     )
     ids = () if hot is None else tuple(hot.ids.tolist())
     return TableSharding(given.sharding_type, given.compute_kernel, shards, load_factor, ids)
-
-
-def _count(names: Sequence[str]) -> str:
-    return "a table that" if len(names) == 1 else f"{len(names)} tables that"

@@ -53,8 +53,8 @@ class Replacement:
     """One option for every table, with ranks."""
     note: Note
     """The reason, for the report."""
-    searched: ReportEntry | None = None
-    """Cost of the searched plan; None if it was not rated for the comparison."""
+    searched: ReportEntry
+    """Cost of the searched plan."""
 
 
 @dataclass(frozen=True)

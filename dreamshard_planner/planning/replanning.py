@@ -4,39 +4,189 @@
 What runs is read as what the ranks that are left hold of each table. Tables that are new, or were cut for other ranks,
 have to go somewhere; all others may stay. :mod:`dreamshard_planner.search.few_moves` makes the curve.
 
-Shapes: S shards of a table, N shards held of it, D ranks, H pods, L ranks of a pod, U units, P positions.
+Shapes: S shards of a table, D ranks, U units, P positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
+from numbers import Real
 from operator import attrgetter
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.cost.problem import Change, Sharding
+from dreamshard_planner.errors import PlanError
 from dreamshard_planner.planning.given_plans import as_option, enumerated_as, sharding_of, tables_of
 from dreamshard_planner.planning.model_problem import ModelProblem
-from dreamshard_planner.plans.comparison import stale_differences
-from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
-from dreamshard_planner.plans.replan import Move, Replan
+from dreamshard_planner.plans.comparison import names_that_keep_most, received_SD, renamed, stale_differences
+from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
 from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import few_moves
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, places_of, type_of
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.formatting import ranks_in_words, some_of
+from dreamshard_planner.support.formatting import checked, ranks_in_words, seconds_in_words, size_in_words, some_of
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
-FORBIDDEN = 1e18
-"""Bytes for the name of a rank with other memory: more than any."""
+SHOWN = 0.005
+"""Share of the cost that a row of the curve gains at least."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A plan on the curve."""
+
+    tables: int
+    """That the current plan has and that change; 0 where all stay."""
+    bytes_moved: int
+    """Weights, and their optimizer states, that ranks hold after and did not hold before, all ranks together."""
+    bytes_to_one_rank: int
+    """Bytes moved to the rank that gets most."""
+    step_ms: float
+    """Predicted milliseconds of embedding work per training step."""
+    moving_seconds: float
+
+    def seconds(self, steps: int) -> float:
+        """Until so many more steps are done, moving included."""
+        return self.moving_seconds + steps * self.step_ms / 1e3
+
+
+@dataclass(frozen=True)
+class Replan:
+    """Result of :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan`.
+
+    Raises:
+        PlanError: every plan of the curve moves more bytes than may move.
+        ValueError: the limit of bytes is negative.
+    """
+
+    before: str
+    """Name of the current plan."""
+    curve: tuple[Move, ...]
+    """By bytes; each plan costs less than all before it."""
+    make: Callable[[int], SavedPlan] = field(repr=False, compare=False)
+    """Makes the plan of a point of the curve, by its index: on many ranks that takes a second."""
+    afresh: Move
+    """The plan as it would be made if nothing moved for free or at cost, with ranks named so that most bytes stay."""
+    steps: int
+    """That remain."""
+    max_bytes_moved: int | None
+    forced: tuple[str, ...] = ()
+    """Why the current plan cannot stay as it is, in words; empty where it can."""
+    stale: tuple[str, ...] = ()
+    """Other inputs (then -> now) for which ``JsonPlanLoader`` refuses its file; :attr:`plan` is the one to load."""
+
+    COLUMNS: ClassVar = ("tables", "moved", "to one rank", "ms per step", "seconds in all")
+    """Headings of :meth:`rows`."""
+
+    def __post_init__(self) -> None:
+        self._best()
+
+    def _best(self) -> int:
+        """Return the index of the allowed move that takes least time over the steps; of equals, the one that moves
+        least."""
+        limit = math.inf
+        if self.max_bytes_moved is not None:
+            limit = checked("max_bytes_moved", self.max_bytes_moved, 0, kind=Real)
+        allowed = [index for index, move in enumerate(self.curve) if move.bytes_moved <= limit]
+        if not allowed:
+            raise PlanError(
+                f"no plan is reached with max_bytes_moved={limit:,}: the current one cannot stay, and the least that "
+                f"must move is {self.now.bytes_moved:,} bytes"
+            )
+        return min(allowed, key=lambda index: (self.curve[index].seconds(self.steps), index))
+
+    def over(self, steps: int, max_bytes_moved: int | None = None) -> Replan:
+        """Return the curve for other remaining steps or another limit of bytes; nothing is searched."""
+        return replace(self, steps=steps, max_bytes_moved=max_bytes_moved)
+
+    @property
+    def plan(self) -> SavedPlan:
+        """The one that takes least time over the steps that remain."""
+        return self.make(self._best())
+
+    @property
+    def chosen(self) -> Move:
+        """The move to :attr:`plan`."""
+        return self.curve[self._best()]
+
+    @property
+    def stays(self) -> bool:
+        """True if the current plan's sharding is the best."""
+        return not self.forced and self.chosen.tables == 0
+
+    @property
+    def now(self) -> Move:
+        """The smallest move: none if the current plan can stay."""
+        return self.curve[0]
+
+    @property
+    def saved_seconds(self) -> float:
+        """Over the steps that remain, against :attr:`now`, moving included."""
+        return self.now.seconds(self.steps) - self.chosen.seconds(self.steps)
+
+    @property
+    def sentence(self) -> str:
+        """Recommendation in words."""
+        chosen, steps = self.chosen, f"{self.steps:,} steps"
+        if self.stays:
+            stay = f"Stay with {self.before}"
+            if self.stale:
+                stay = (
+                    f"Keep the sharding of {self.before}, but save and load this plan ({self.before} was made for "
+                    f"something else, then -> now: {'; '.join(self.stale)})"
+                )
+            return (
+                f"{stay}: {chosen.step_ms:.3f} ms per step. Over {steps}, moving to any other plan costs more time "
+                "than it saves."
+            )
+        because = f"{self.before} cannot stay ({'; '.join(self.forced)}). " if self.forced else ""
+        move = f"{because}Move {chosen.tables} table(s), {size_in_words(chosen.bytes_moved)}: {chosen.step_ms:.3f} ms"
+        if self.forced and chosen == self.now:
+            return f"{move} per step."
+        return (
+            f"{move} per step instead of {self.now.step_ms:.3f}, which saves "
+            f"{seconds_in_words(self.saved_seconds)} over {steps}, with {seconds_in_words(chosen.moving_seconds)} of "
+            "moving counted."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, without plans, which are documents of their own."""
+        known = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "make"}
+        curve = [asdict(move) for move in self.curve]
+        told = {"stays": self.stays, "saved_seconds": self.saved_seconds, "sentence": self.sentence}
+        return {**known, "curve": curve, "afresh": asdict(self.afresh), "chosen": asdict(self.chosen), **told}
+
+    def rows(self) -> list[tuple[int, str, str, float, float]]:
+        """Return rows of :attr:`COLUMNS`, without moves that gain less than half a percent over the last row."""
+        shown = [self.now]
+        for move in self.curve:
+            if move.step_ms < shown[-1].step_ms - SHOWN * self.now.step_ms or move == self.chosen != self.now:
+                shown.append(move)
+        words = size_in_words
+        return [
+            (one.tables, words(one.bytes_moved), words(one.bytes_to_one_rank), one.step_ms, one.seconds(self.steps))
+            for one in shown
+        ]
+
+    def __str__(self) -> str:
+        lines = [
+            self.sentence,
+            f"{'tables':>7}{'moved':>12}{'to one rank':>13}{'ms per step':>13}{'seconds in all':>17}",
+        ]
+        lines += [
+            f"{tables:>7}{moved:>12}{to_one:>13}{ms:>13.3f}{seconds:>17,.1f}"
+            for tables, moved, to_one, ms, seconds in self.rows()
+        ]
+        return "\n".join(lines)
 
 
 def link_bytes_per_s(topology: Topology) -> float:
@@ -224,98 +374,6 @@ class _Ways:
     def _change(self, option: ShardingOption) -> Change:
         table, index = self._index[_way(option)]
         return table, index, positions_of(option, self.cost.problem.tables[table][index].span)
-
-
-def received_SD(
-    table: TableInputs,
-    places: Sequence[tuple[tuple[int, int], tuple[int, int]]],
-    held: Sequence[ShardPlace] | None,
-    ranks: int,
-) -> np.ndarray:
-    """Return the bytes of each shard, optimizer states with them, that each rank does not hold, were the shard there.
-
-    Args:
-        table: of the shards.
-        places: offset and size of each.
-        held: shards that ranks have; None for a new table, which gets no bytes.
-        ranks: number of ranks.
-    """
-    start_S2, size_S2 = np.array(places, dtype=np.int64).swapaxes(0, 1)
-    if held is None:
-        return np.zeros((len(places), ranks), dtype=np.int64)
-    new_SD = size_S2.prod(-1, keepdims=True).repeat(ranks, 1)
-    for shard in held:
-        start_2, end_2 = np.array(shard.offset), np.add(shard.offset, shard.size)
-        sides_S2 = np.minimum(start_S2 + size_S2, end_2) - np.maximum(start_S2, start_2)
-        new_SD[:, shard.rank] -= sides_S2.clip(0).prod(-1)
-    return table.trained_bytes(new_SD, size_S2[:, 1:].clip(1))
-
-
-def names_that_keep_most(held: Mapping[str, Sequence[ShardPlace]], after: SavedPlan) -> tuple[int, ...]:
-    """Name each rank of ``after`` so that most bytes of weights and optimizer states stay where they are.
-
-    Ranks of one pod (by default of one host) remain in one pod. Ranks of other memory, and all ranks if placement rules
-    name some, keep their names.
-
-    Args:
-        held: shards that ranks hold, by fully qualified name of the table.
-        after: the other plan.
-    """
-    other = after.inputs.topology
-    ranks, per_pod = other.world_size, other.pod_ranks
-    if ranks % per_pod or after.inputs.placement_rules.get("on_ranks"):
-        return tuple(range(ranks))
-    # Bytes to receive under each name; half a byte less under the own one.
-    rank_DD, pod_HH = -np.eye(ranks) / 2, -np.eye(ranks // per_pod) / 2
-    for fqn, table in after.tables():
-        span = _span(table)
-        if span == "world" or not held.get(fqn):
-            continue
-        places = [(shard.offset, shard.size) for shard in table.shards]
-        bytes_SD = received_SD(after.inputs.tables[fqn], places, held[fqn], ranks)
-        for shard, bytes_D in zip(table.shards, bytes_SD, strict=True):
-            if span == "rank":
-                rank_DD[shard.rank] += bytes_D
-            else:  # its place within the pod stays
-                pod_HH[shard.rank // per_pod] += bytes_D[shard.rank % per_pod :: per_pod]
-    memory_D = list(zip(*(sizes for _, sizes in sorted(other.memory_bytes.items())), strict=True))
-    rank_DD[np.array([[mine != its for its in memory_D] for mine in memory_D])] = FORBIDDEN
-    blocks_HHLL = rank_DD.reshape(len(pod_HH), per_pod, len(pod_HH), per_pod).swapaxes(1, 2)
-    pairs = [[_assigned(block_LL) for block_LL in row_HLL] for row_HLL in blocks_HHLL]
-    pod_HH += [[received for _, received in row] for row in pairs]
-    pod_names, _ = _assigned(pod_HH)
-    return tuple(name * per_pod + place for pod, name in enumerate(pod_names) for place in pairs[pod][name][0])
-
-
-def _assigned(received: np.ndarray) -> tuple[list[int], float]:
-    """The column of each row for the least in all, and that."""
-    rows, columns = linear_sum_assignment(received)
-    return columns.tolist(), float(received[rows, columns].sum())
-
-
-def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
-    """Return the plan with its shards on ranks of other names; its predicted costs stay as they are.
-
-    Tables on all ranks, or on all ranks of a pod, keep the order of ranks, which TorchRec needs.
-    """
-    if list(names) == list(range(len(names))):
-        return plan
-    per_pod = plan.inputs.topology.pod_ranks
-    # Ranks of a pod get names in one pod.
-    in_order = [names[rank - rank % per_pod] // per_pod * per_pod + rank % per_pod for rank in range(len(names))]
-    new = {"rank": names, "host": in_order, "world": range(len(names))}
-
-    def moved(table: TableSharding) -> TableSharding:
-        ranks = new[_span(table)]
-        return replace(table, shards=tuple(replace(shard, rank=ranks[shard.rank]) for shard in table.shards))
-
-    sharding = {path: {name: moved(table) for name, table in of.items()} for path, of in plan.sharding.items()}
-    return replace(plan, sharding=sharding)
-
-
-def _span(table: TableSharding) -> str:
-    known = SHARDING_TYPES.get(table.sharding_type)
-    return "world" if known is None else known.span
 
 
 def _may_stay(option: ShardingOption, searched: Collection[Hashable]) -> bool:

@@ -1,10 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Two plans beside each other: which tables moved, what has to be sent, what each rank costs before and after; and
-differences between the inputs of a plan and those of its use.
+"""Two plans beside each other: which tables moved, what has to be sent, under which names of ranks least has to be, and
+what each rank costs before and after; and differences between the inputs of a plan and those of its use.
 
 Other tables, ranks, memory, batch size or constraints make a plan stale: it may not run, not fit, or break what was
 asked for. What it was merely chosen by (statistics, bandwidths, cost source, seed) may differ when a job starts again,
 and is told beside its cost.
+
+Shapes: S shards of a table, D ranks, H pods, L ranks of a pod.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
 from dreamshard_planner.plans.plan_file import (
     PlanInputs,
     SavedPlan,
@@ -25,9 +30,12 @@ from dreamshard_planner.plans.plan_file import (
     TopologyInputs,
 )
 from dreamshard_planner.plans.report import Predicted
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import document_of
 from dreamshard_planner.support.formatting import first_of, memory_in_words, short, short_words, size_in_words
 
+FORBIDDEN = 1e18
+"""Bytes for the name of a rank with other memory: more than any."""
 MAX_SHOWN = 20
 """Tables, and ranks, in the text; :meth:`Comparison.to_dict` has all."""
 MEMORY_TOLERANCE = 0.01
@@ -177,6 +185,7 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
     was, now = ({fqn: table.weights for fqn, table in plan.inputs.tables.items()} for plan in (before, after))
     alike = sorted(fqn for fqn in one if was[fqn] == now.get(fqn))
     changes, received = _changes(before, after, alike)
+    samples = [plan.inputs.batch_size * plan.inputs.topology.all_ranks for plan in (before, after)]
     return Comparison(
         before=before.name,
         after=after.name,
@@ -189,7 +198,7 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         cost_after=after.predicted,
         machine=tuple(machine := machine_differences(before.inputs.topology, after.inputs.topology)),
         inputs=tuple(text for text in differences(before.inputs, after.inputs) if text not in machine),
-        samples=(_samples(before), _samples(after)),
+        samples=(samples[0], samples[1]),
     )
 
 
@@ -199,55 +208,127 @@ def _loaded(plan: SavedPlan | str | Path) -> SavedPlan:
     return plan if isinstance(plan, SavedPlan) else replace(SavedPlan.load(plan), name=str(plan))
 
 
-def _samples(plan: SavedPlan) -> int:
-    return plan.inputs.batch_size * plan.inputs.topology.all_ranks
-
-
 def _changes(
     before: SavedPlan, after: SavedPlan, alike: Sequence[str]
 ) -> tuple[tuple[TableChange, ...], tuple[int, ...]]:
     """Return changes of common tables, most bytes first, and the bytes that each rank receives."""
     one, other = dict(before.tables()), dict(after.tables())
     was, now = before.inputs.topology, after.inputs.topology
-    received = [0] * max(was.all_ranks, now.all_ranks)
+    received_D = np.zeros(max(was.all_ranks, now.all_ranks), dtype=np.int64)
     changes = []
     for fqn in alike:
         if one[fqn] == other[fqn] and was.groups == now.groups:
             continue
-        held = _of_all_ranks(one[fqn], was), _of_all_ranks(other[fqn], now)
-        bytes_of = _received(*held, before.inputs.tables[fqn])
-        for rank, count in bytes_of.items():
-            received[rank] += count
+        shards = _on_all_ranks(other[fqn], now)
+        places, ranks = [(shard.offset, shard.size) for shard in shards], [shard.rank for shard in shards]
+        bytes_SD = received_SD(before.inputs.tables[fqn], places, _on_all_ranks(one[fqn], was), len(received_D))
+        bytes_S = bytes_SD[range(len(ranks)), ranks]
+        np.add.at(received_D, ranks, bytes_S)
         retyped = (one[fqn].sharding_type, one[fqn].kernel) != (other[fqn].sharding_type, other[fqn].kernel)
         labels = _label(one[fqn], was), _label(other[fqn], now)
-        changes.append(TableChange(fqn, *labels, retyped, sum(bytes_of.values())))
-    return tuple(sorted(changes, key=lambda change: -change.bytes_received)), tuple(received)
+        changes.append(TableChange(fqn, *labels, retyped, int(bytes_S.sum())))
+    return tuple(sorted(changes, key=lambda change: -change.bytes_received)), tuple(received_D.tolist())
 
 
 def _label(table: TableSharding, topology: TopologyInputs) -> str:
     return f"{table.label} of each of {topology.num_groups} groups" if topology.groups else table.label
 
 
-def _of_all_ranks(table: TableSharding, topology: TopologyInputs) -> dict[int, list[ShardPlace]]:
-    """Return the shards of a table on each rank of all sharding groups."""
-    held: dict[int, list[ShardPlace]] = {}
-    for shard in table.shards:
-        for rank in topology.replicas(shard.rank):
-            held.setdefault(rank, []).append(shard)
-    return held
+def _on_all_ranks(table: TableSharding, topology: TopologyInputs) -> list[ShardPlace]:
+    """Return the shards of a table on the ranks of all sharding groups."""
+    return [replace(shard, rank=rank) for shard in table.shards for rank in topology.replicas(shard.rank)]
 
 
-def _received(
-    before: dict[int, list[ShardPlace]], after: dict[int, list[ShardPlace]], table: TableInputs
-) -> dict[int, int]:
-    """Bytes of a table, optimizer states with them, that each rank holds after and did not hold before."""
-    received = dict.fromkeys(after, 0)
-    for rank, shards in after.items():
-        for shard in shards:
-            known = sum(shard.common(other) for other in before.get(rank, ()))
-            new = shard.size[0] * shard.size[1] - known
-            received[rank] += table.trained_bytes(new, max(1, shard.size[1]))
-    return received
+def received_SD(
+    table: TableInputs,
+    places: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+    held: Sequence[ShardPlace] | None,
+    ranks: int,
+) -> np.ndarray:
+    """Return the bytes of each shard, optimizer states with them, that each rank does not hold, were the shard there.
+
+    Args:
+        table: of the shards.
+        places: offset and size of each.
+        held: shards that ranks have; None for a new table, which gets no bytes.
+        ranks: number of ranks.
+    """
+    start_S2, size_S2 = np.array(places, dtype=np.int64).swapaxes(0, 1)
+    if held is None:
+        return np.zeros((len(places), ranks), dtype=np.int64)
+    new_SD = size_S2.prod(-1, keepdims=True).repeat(ranks, 1)
+    for shard in held:
+        start_2, end_2 = np.array(shard.offset), np.add(shard.offset, shard.size)
+        sides_S2 = np.minimum(start_S2 + size_S2, end_2) - np.maximum(start_S2, start_2)
+        new_SD[:, shard.rank] -= sides_S2.clip(0).prod(-1)
+    return table.trained_bytes(new_SD, size_S2[:, 1:].clip(1))
+
+
+def names_that_keep_most(held: Mapping[str, Sequence[ShardPlace]], after: SavedPlan) -> tuple[int, ...]:
+    """Name each rank of ``after`` so that most bytes of weights and optimizer states stay where they are.
+
+    Ranks of one pod (by default of one host) remain in one pod. Ranks of other memory, and all ranks if placement rules
+    name some, keep their names.
+
+    Args:
+        held: shards that ranks hold, by fully qualified name of the table.
+        after: the other plan.
+    """
+    other = after.inputs.topology
+    ranks, per_pod = other.world_size, other.pod_ranks
+    if ranks % per_pod or after.inputs.placement_rules.get("on_ranks"):
+        return tuple(range(ranks))
+    # Bytes to receive under each name; half a byte less under the own one.
+    rank_DD, pod_HH = -np.eye(ranks) / 2, -np.eye(ranks // per_pod) / 2
+    for fqn, table in after.tables():
+        span = _span(table)
+        if span == "world" or not held.get(fqn):
+            continue
+        places = [(shard.offset, shard.size) for shard in table.shards]
+        bytes_SD = received_SD(after.inputs.tables[fqn], places, held[fqn], ranks)
+        for shard, bytes_D in zip(table.shards, bytes_SD, strict=True):
+            if span == "rank":
+                rank_DD[shard.rank] += bytes_D
+            else:  # its place within the pod stays
+                pod_HH[shard.rank // per_pod] += bytes_D[shard.rank % per_pod :: per_pod]
+    memory_D = list(zip(*(sizes for _, sizes in sorted(other.memory_bytes.items())), strict=True))
+    rank_DD[np.array([[mine != its for its in memory_D] for mine in memory_D])] = FORBIDDEN
+    blocks_HHLL = rank_DD.reshape(len(pod_HH), per_pod, len(pod_HH), per_pod).swapaxes(1, 2)
+    pairs = [[_assigned(block_LL) for block_LL in row_HLL] for row_HLL in blocks_HHLL]
+    pod_HH += [[received for _, received in row] for row in pairs]
+    pod_names, _ = _assigned(pod_HH)
+    return tuple(name * per_pod + place for pod, name in enumerate(pod_names) for place in pairs[pod][name][0])
+
+
+def _assigned(received: np.ndarray) -> tuple[list[int], float]:
+    """The column of each row for the least in all, and that."""
+    rows, columns = linear_sum_assignment(received)
+    return columns.tolist(), float(received[rows, columns].sum())
+
+
+def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
+    """Return the plan with its shards on ranks of other names; its predicted costs stay as they are.
+
+    Tables on all ranks, or on all ranks of a pod, keep the order of ranks, which TorchRec needs.
+    """
+    if list(names) == list(range(len(names))):
+        return plan
+    per_pod = plan.inputs.topology.pod_ranks
+    # Ranks of a pod get names in one pod.
+    in_order = [names[rank - rank % per_pod] // per_pod * per_pod + rank % per_pod for rank in range(len(names))]
+    new = {"rank": names, "host": in_order, "world": range(len(names))}
+
+    def moved(table: TableSharding) -> TableSharding:
+        ranks = new[_span(table)]
+        return replace(table, shards=tuple(replace(shard, rank=ranks[shard.rank]) for shard in table.shards))
+
+    sharding = {path: {name: moved(table) for name, table in of.items()} for path, of in plan.sharding.items()}
+    return replace(plan, sharding=sharding)
+
+
+def _span(table: TableSharding) -> str:
+    known = SHARDING_TYPES.get(table.sharding_type)
+    return "world" if known is None else known.span
 
 
 def _more(count: int, what: str) -> list[str]:

@@ -76,16 +76,6 @@ class ShardPlace:
     size: tuple[int, int]
     """Rows and columns."""
 
-    def common(self, other: ShardPlace) -> int:
-        """Elements that both hold."""
-        rows, columns = (
-            max(0, min(start + length, other_start + other_length) - max(start, other_start))
-            for start, length, other_start, other_length in zip(
-                self.offset, self.size, other.offset, other.size, strict=True
-            )
-        )
-        return rows * columns
-
 
 @dataclass(frozen=True)
 class TableSharding:

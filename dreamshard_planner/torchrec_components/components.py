@@ -351,12 +351,11 @@ class SearchLoop:
                 f"here: {proposals} proposals"
             )
             notes.append(Note("search", text))
-        rivals = [one.searched for one in replacements if one.searched is not None]
         return ChosenPlan(
             plan,
             signatures(plan),
             notes,
-            rivals=(*(() if searched is None else searched.rivals), *rivals),
+            rivals=(*(() if searched is None else searched.rivals), *(one.searched for one in replacements)),
             result=None if searched is None else searched.result,
             is_placed=is_placed,
             excludes=is_placed and given.enumerator is None and model.settings.exact_training,

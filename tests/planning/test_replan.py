@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import MultiPassPrefetchConfig
@@ -82,8 +83,13 @@ def check(found, current: SavedPlan) -> None:
         if current.inputs.tables.get(name) != sizes[name]:
             continue
         for shard in after.shards:
-            known = sum(shard.common(other) for other in held[name].shards if other.rank == shard.rank)
-            new = shard.size[0] * shard.size[1] - known
+            new = np.ones(shard.size, dtype=bool)
+            for other in held[name].shards:
+                if other.rank == shard.rank:
+                    first, last = np.maximum(shard.offset, other.offset), np.add(other.offset, other.size)
+                    (row, column), (last_row, last_column) = first - shard.offset, np.maximum(last - shard.offset, 0)
+                    new[row:last_row, column:last_column] = False
+            new = int(new.sum())
             received[shard.rank] += new * sizes[name].weight_bytes + -(-new // shard.size[1]) * 4  # row-wise Adagrad's
     assert (sum(received), max(received)) == (found.chosen.bytes_moved, found.chosen.bytes_to_one_rank)
 

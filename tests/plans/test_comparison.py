@@ -15,8 +15,8 @@ from torchrec.distributed.types import ShardingPlan
 from dreamshard_planner import DreamShardPlanner, PlacementRules, SavedPlan, ShardingGroups, compare
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.jobs import Job, OfflineModel, read_table_list
-from dreamshard_planner.planning.replanning import names_that_keep_most, renamed
-from dreamshard_planner.plans.page import save_html
+from dreamshard_planner.planning.page import save_html
+from dreamshard_planner.plans.comparison import names_that_keep_most, renamed
 from dreamshard_planner.plans.plan_file import ShardPlace
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.support.formatting import size_in_words

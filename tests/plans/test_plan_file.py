@@ -266,8 +266,8 @@ def _plan_with(change: Callable[[dict], None]) -> Callable[[DreamShardPlanner, A
 
 
 IMPOSSIBLE: list[tuple[Callable, type[Exception], str]] = [
-    (lambda one, plan: [], PlannerError, "no sharding of 4 tables .* 't0', 't1', 't2', 't3'"),
-    (_plan_with(lambda tables: tables.pop("t2")), PlannerError, "no sharding of a table.*'t2'"),
+    (lambda one, plan: [], PlannerError, "no sharding of 4 table.* 't0', 't1', 't2', 't3'"),
+    (_plan_with(lambda tables: tables.pop("t2")), PlannerError, "no sharding of 1 table.*'t2'"),
     (
         _plan_with(lambda tables: tables.update(t22=tables["t2"])),
         PlannerError,

@@ -21,7 +21,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingType
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.plans.page import save_html
+from dreamshard_planner.planning.page import save_html
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYPES, Exchange, ShardingTypeSpec
 from dreamshard_planner.workload.tables import MEMORIES

@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 
 from dreamshard_planner import __version__
+from dreamshard_planner.planning.replanning import Replan
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.formatting import ranges, size_in_words
@@ -47,7 +47,7 @@ def save_html(subject: Report | SavedPlan | Replan, path: str | Path, title: str
         *([_tables(report)] if report.tables else []),
         *([_memory(report)] if report.memory else []),
     ]
-    style = resources.files("dreamshard_planner").joinpath("plans/page.css").read_text()
+    style = resources.files("dreamshard_planner").joinpath("planning/page.css").read_text()
     facts += [("compute", report.cost_source), ("collectives", report.collectives_source)]
     facts += [("search", f"{report.candidates:,} moves and swaps, {report.reshards:,} re-shards evaluated")]
     lines = [
