@@ -154,10 +154,9 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
             plans.setdefault(key, one.plan)
     fastest = plans[min(steps_ms, key=steps_ms.__getitem__)]
     remembered.remember(run.statistics or None, steps_ms, fastest, None)
-    again = _planned_again(run, plan, checkpoint) if run.statistics else None
-    if again is None:
+    if not run.statistics:
         return {}
-    better, before_ms, after_ms = again
+    better, before_ms, after_ms = _planned_again(run, plan, checkpoint)
     now_ms, then_ms = run.step_ms, run.step_ms - (before_ms - after_ms)
     worth_it = after_ms <= (1 - least_gain(checkpoint)) * before_ms and then_ms <= (1 - LEAST_GAIN) * now_ms
     if not worth_it or sharding_key(better.sharding) in steps_ms:
@@ -170,16 +169,16 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
     }
 
 
-def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) -> tuple[SavedPlan, float, float] | None:
-    """Return another plan for what a run observed, with predicted costs of the run's plan and of it."""
+def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) -> tuple[SavedPlan, float, float]:
+    """Return a plan for what a run observed, with predicted costs of the run's plan and of it."""
     planned, job = plan.inputs.batch_size, job_of(plan, run.statistics)
     samples = batch_size_of(run.statistics) or planned
     if max(samples, planned) <= SAME_BATCH * min(samples, planned):
         samples = planned
     planner = replace(job, batch_size=samples, settings={**job.settings, "checkpoint": checkpoint}).plan()
-    before_ms, after_ms = planner.predict(plan).total_ms, planner.report().chosen.total_ms
     made = planner.saved_plan()
-    return (replace(made, inputs=as_in_file(made.inputs, plan)), before_ms, after_ms) if after_ms < before_ms else None
+    better = replace(made, inputs=as_in_file(made.inputs, plan))
+    return better, planner.predict(plan).total_ms, made.predicted.chosen.total_ms
 
 
 if __name__ == "__main__":

@@ -112,11 +112,6 @@ class Observer:
             raise
 
     @property
-    def id(self) -> str:
-        """Id of the run, equal on all ranks."""
-        return self._run.id
-
-    @property
     def steps(self) -> int:
         """Steps that have ended."""
         return self._recorder.steps
@@ -355,15 +350,15 @@ class DefaultObservation:
 def _write(observer: Observer) -> None:
     """Write a rank's record into the user's folder; rank 0 starts the process that learns from all ranks' records."""
     observation = observer.observation()
-    place = choice.place(observation.hardware, observation.runs[0].world_size)
-    folder = choice.home() / "runs" / place
+    (run,) = observation.runs
+    folder = choice.home() / "runs" / choice.place(observation.hardware, run.world_size)
     folder.mkdir(parents=True, exist_ok=True)
-    observation.save(rank_file(folder / f"{observer.id}.json", observer.rank))
+    observation.save(rank_file(folder / f"{run.id}.json", observer.rank))
     if observer.rank:
         return
     with open(folder / "background.log", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dreamshard_planner.background", str(folder), observer.id],
+            [sys.executable, "-P", "-m", "dreamshard_planner.background", str(folder), run.id],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
