@@ -198,7 +198,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             stats=stats,
             constraints=constraints,
             debug=debug,
-            callbacks=[self._before_callbacks, *(callbacks or [])],
+            callbacks=[self._before_callbacks, *(callbacks or []), self._after_callbacks],
             timeout_seconds=timeout_seconds,
             plan_loader=plan_loader,
         )
@@ -214,7 +214,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     def __copy__(self) -> DreamShardPlanner:
         other = type(self).__new__(type(self))
         other.__dict__.update(vars(self))
-        other._callbacks = [other._before_callbacks, *self._callbacks[1:]]
+        other._callbacks = [other._before_callbacks, *self._callbacks[1:-1], other._after_callbacks]
         return other
 
     @property
@@ -249,7 +249,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             if self._best_plan is None:
                 self._result = "the last planned module has no table that its sharders shard"
                 if model.unsharded:
-                    text = f"the plan is empty: no sharder is for the model's {first_of(model.unsharded)}"
+                    text = f"the plan is empty: no sharder is for {first_of(model.unsharded)}"
                     warnings.warn(text, InputWarning, stacklevel=3)
             else:
                 self._result = PlanResult.of(model, self._chosen, self._best_plan)
@@ -312,13 +312,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             sharders: as TorchRec's.
             pg: as TorchRec's.
             in_groups: whether the ranks may form several sharding groups of the topology's size.
-            device: ``cuda`` or ``cpu``, to read a topology that was not given; by default the kind of device of the
-                default process group.
+            device: ``cuda`` or ``cpu``, of the model; by default the kind of device of the default process group,
+                for a topology that was not given.
 
         Raises:
             DreamShardError: there is no process group; or its size is no multiple of the topology's ranks (in 2D
-                parallelism every sharding group follows the same plan); tables differ between ranks; or TorchRec would
-                form other groups of ranks than the plan's hosts.
+                parallelism every sharding group follows the same plan); the topology is for another kind of device;
+                tables differ between ranks; or TorchRec would form other groups of ranks than the plan's hosts.
         """
         if pg is None:
             pg = dist.group.WORLD
@@ -340,6 +340,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 topology, groups = read_topology(*found), self._settings.sharding_groups
                 self._ranks = PlannedRanks.of(topology, self._checkpoint, groups, told(topology, found[1]))
                 self._topology: Topology = self._ranks.topology
+            if device not in (None, self._topology.compute_device):
+                raise DreamShardError(
+                    f"the planner's topology is for {self._topology.compute_device}, and the model for {device}: give "
+                    f"Topology compute_device={device!r}, or no topology"
+                )
             check_ranks(self._topology.world_size, self._ranks.all_ranks, ranks, in_groups)
             given = get_default_sharders() if sharders is None else sharders
             if self.plan_loader is not None:
@@ -556,3 +561,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         assert self._loop is not None  # TorchRec's loop runs within plan
         self._chosen = self._loop.chosen(plan, self._num_proposals)
         return self._chosen.options
+
+    def _after_callbacks(self, plan: list[ShardingOption] | None) -> list[ShardingOption]:
+        """Check, as the last callback, that the user's callbacks returned an option for every table."""
+        options = plan or []
+        if missing := self._model().by_table.keys() - map(fqn_of, options):
+            raise PlannerError(
+                f"callbacks returned a plan without {first_of(sorted(missing))}: each callback must return one option "
+                "for every table"
+            )
+        return options

@@ -87,7 +87,7 @@ class ModelProblem:
     unused: tuple[str, ...]
     """Texts on names in constraints and statistics that the module lacks."""
     unsharded: tuple[str, ...]
-    """Paths of embedding modules that have no sharder."""
+    """Names of embedding modules that have no sharder."""
     enumerator: Enumerator
     """Keeps the options for TorchRec's loop."""
     search_space: Sequence[ShardingOption]
@@ -121,6 +121,14 @@ class ModelProblem:
         constraints = planned_constraints(settings, ranks, tables, legal)
         reader = OptionReader(constraints, statistics, sharders, legal)
         context = PlanRater(ranks, reader, settings.cost_source, constraints, sharders)
+        features = [feature for table in tables for feature in table.feature_names]
+        unused = [statistics.unused(features) if statistics is not None and tables else None]
+        unused += [None if is_doubtful else of_others]
+        made = enumerator or context.enumerator(settings.batch_size)
+        search_space = made.enumerate(module, [*sharders])
+        if enumerator is not None:
+            context.complete(search_space, with_perf=True)
+            settings = _of_enumerator(settings, search_space)
         skeleton = without_weights(module, sharders)
         try:
             left = reservation.reserve(
@@ -138,13 +146,6 @@ class ModelProblem:
                 f"Topology are bytes).\nTorchRec: {error}",
                 error.error_type,
             ) from None
-        made = enumerator or context.enumerator(settings.batch_size)
-        search_space = made.enumerate(module, [*sharders])
-        features = [feature for table in tables for feature in table.feature_names]
-        unused = [statistics.unused(features) if statistics is not None and tables else None]
-        unused += [None if is_doubtful else of_others]
-        if enumerator is not None:
-            context.complete(search_space, with_perf=True)
         return cls(
             settings=settings,
             ranks=ranks,
@@ -155,7 +156,7 @@ class ModelProblem:
             reservation=reservation,
             doubtful=(*doubtful, *doubtful_bandwidths(topology)),
             unused=tuple(filter(None, unused)),
-            unsharded=tuple(unsharded_modules(module, sharders)),
+            unsharded=tuple(repr(path) if path else "the model itself" for path in unsharded_modules(module, sharders)),
             enumerator=made,
             search_space=search_space,
         )
@@ -318,6 +319,17 @@ class ModelProblem:
     def mixed_exchanges(self, plan: Sequence[ShardingOption]) -> list[str]:
         """Return a text for every exchange in which ranks would send different types."""
         return mixed_exchanges(plan, self.sharders, self.ranks.topology.world_size)
+
+
+def _of_enumerator(settings: PlannerSettings, search_space: Iterable[ShardingOption]) -> PlannerSettings:
+    """Return settings with the batch size of a given enumerator; raises PlannerError if the planner has another one."""
+    for size in {option.batch_size for option in search_space} - {settings.given_batch_size}:
+        if settings.given_batch_size is not None:
+            raise PlannerError(
+                f"the planner's batch_size is {settings.batch_size:,}, and the enumerator's {size:,}: give both one"
+            )
+        settings = replace(settings, given_batch_size=size)
+    return settings
 
 
 def _loaded(plan: AnyPlan) -> GivenPlan:

@@ -96,7 +96,7 @@ class PlannerSettings:
             ("hot_rows_bytes", 0, math.inf, Integral),
             ("least_gain", 0, 0.999, Real),
             ("search_seconds", 1e-6, math.inf, Real),
-            ("timeout_seconds", 0, math.inf, Real),
+            ("timeout_seconds", 1e-6, math.inf, Real),
             ("seed", -(2**63), 2**64 - 1, Integral),  # as torch's generators take it
         ):
             if (given := getattr(self, name)) is not getattr(PlannerSettings, name):

@@ -172,7 +172,7 @@ def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPl
 def _model_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
     """Return notes on any plan of the model: its assumptions, and oddities of the module and its inputs."""
     unused, doubtful = [*model.unused], [*model.doubtful]
-    if unsharded := [repr(path) if path else "the model itself" for path in model.unsharded]:
+    if unsharded := model.unsharded:
         unused.append(
             f"{len(unsharded)} embedding module(s) have no sharder and are not in the plan: {first_of(unsharded)}"
         )

@@ -4,6 +4,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -84,6 +85,15 @@ def plan_of_a_sharding_group(rank: Rank) -> str:
 
 def wrong_size(rank: Rank) -> str:
     return _planned(DreamShardPlanner(effort="quick", topology=_topology(rank, more=1)), rank)
+
+
+def other_device(rank: Rank) -> str:
+    topology = Topology(rank.world_size, "cpu" if rank.device.type == "cuda" else "cuda")
+    with pytest.raises(DreamShardError) as caught:
+        DistributedModelParallel(
+            TinyModel(), device=rank.device, planner=DreamShardPlanner(topology=topology, effort="quick")
+        )
+    return str(caught.value)
 
 
 def other_rows(rank: Rank) -> str:
@@ -220,6 +230,7 @@ EVERYWHERE = (
     no_room,
     plan_of_a_sharding_group,
     wrong_size,
+    other_device,
     other_rows,
     raised,
     ranks_given_other_things,
@@ -261,6 +272,13 @@ def test_all_ranks_get_the_error(told: dict[str, list[Any]]) -> None:
     ranks, sizes = len(told["wrong_size"]), set(told["wrong_size"])
     assert len(sizes) == 1
     assert f"has {ranks} ranks, which are no whole number of sharding groups of the {ranks + 1} ranks" in sizes.pop()
+
+
+def test_a_topology_for_another_device_than_the_models_is_refused(told: dict[str, list[Any]]) -> None:
+    (text,) = set(told["other_device"])
+    assert re.match(
+        r"the planner's topology is for c\w+, and the model for c\w+: give Topology compute_device='c", text
+    )
 
 
 def test_ranks_with_other_tables_are_refused_by_name(told: dict[str, list[Any]]) -> None:

@@ -99,6 +99,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
         for kind in [{f"t{k}": ParameterConstraints(sharding_types=["row_wise"]) for k in range(6)}]
     ),
+    ({"enumerator": EmbeddingEnumerator(topology(), 512)}, "batch_size is 64, and the enumerator's 512: give both one"),
+    ({"callbacks": [lambda plan: plan[:1]]}, "callbacks returned a plan without sparse.t1.*every table"),
+    ({"callbacks": [lambda plan: None]}, "callbacks returned a plan without sparse.t0, .*every table"),
     # Fewer proposals than there are.
     ({"proposer": GridSearchProposer(max_proposals=1)}, "^GridSearchProposer proposed nothing"),
 ]
@@ -161,7 +164,7 @@ def test_modules_that_cannot_be_sharded_here_are_refused() -> None:
     ("name", "value", "told"),
     [
         *((name, value, f"{name} must be a number from .*, got {value!r}")
-          for name, value in (("search_seconds", 0), ("search_seconds", "2"), ("timeout_seconds", "5"))),
+          for name in ("search_seconds", "timeout_seconds") for value in (0, "2")),
         *(("sharding_types", kinds, "sharding_types must be some of table_wise, column_wise")
           for kinds in ((), "table_wise", ("table_wise", "diagonal"))),
         ("cost_source", "guess", "cost_source must be one of auto, roofline, torchrec, got 'guess'"),
@@ -202,5 +205,12 @@ def test_numbers_of_numpy_and_torch_count_as_pythons() -> None:
 
 
 def test_an_empty_plan_of_a_model_with_tables_is_warned_of() -> None:
-    with pytest.warns(InputWarning, match="the plan is empty: no sharder is for the model's sparse"):
-        assert planner().plan(small_model(), []).plan == {}
+    for model, name in ((small_model(), "'sparse'"), (collection(table("t0")), "the model itself")):
+        with pytest.warns(InputWarning, match=f"the plan is empty: no sharder is for {name}"):
+            assert planner().plan(model, []).plan == {}
+
+
+def test_an_enumerator_gives_the_batch_size_that_the_planner_lacks() -> None:
+    made = planned(small_model(), enumerator=EmbeddingEnumerator(topology(), 4096), batch_size=None)
+    assert made.saved_plan().inputs.batch_size == 4096
+    assert made.predict(made.options).total_ms == planned(small_model(), batch_size=4096).predict(made.options).total_ms
