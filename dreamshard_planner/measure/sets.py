@@ -15,12 +15,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, require_same_hardware
@@ -53,17 +54,20 @@ _SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
 BLOCK = 8
 """Sets whose repeats are interleaved, and that an interruption loses."""
 _ROOM = 8  # ratio of the limits of whole tables and of the shards cut from them
-_LIMITS_SEED_APART = 20_000
-
-
 SEQUENCES, WEIGHTED, FP16, ONE_DIM = 0.08, 0.08, 0.10, 0.25
 """Shares of drawn sets with an attribute; the others are pooled, unweighted, fp32, and of mixed dims. Sequences take no
 weights, and have one dim. On GPUs the widest table of a kernel counts for all."""
 
 
-def drawn_optimizer(uniform: float) -> str:
-    """Return the optimizer of a set for a uniform random number."""
+def random_optimizer(rng: np.random.Generator) -> str:
+    """Return the optimizer of a set."""
+    uniform = rng.random()
     return "rowwise_adagrad" if uniform < 0.3 else "adagrad" if uniform < 0.6 else "sgd"
+
+
+def random_limit(device: str, rng: np.random.Generator) -> float:
+    """Return the most :func:`set_work` of a set."""
+    return MAX_SET_WORK[device] / WORK_SPREAD ** rng.random()
 
 
 _workloads = lru_cache(maxsize=16)(workloads_of)  # calibration draws from the same tables for each optimizer
@@ -105,36 +109,25 @@ def draw_sets(
         raise TaskError(f"no sets to draw: {len(tables)} tables, batch sizes {batch_sizes}, {max_tables} tables a set")
     if not 0 <= shard_share <= 1:
         raise TaskError(f"share of shards must be between 0 and 1, got {shard_share}")
-    generator, limits = torch.Generator().manual_seed(seed), work_limits(max_work, device, seed)
-    pools = {batch: _workloads(tuple(tables), batch) for batch in batch_sizes}
-    of_dim: dict[int, list[int]] = {}
-    for t, table in enumerate(tables):
-        of_dim.setdefault(table.dim, []).append(t)
-    sets = []
+    pools = [_workloads(tuple(tables), batch_size) for batch_size in batch_sizes]
+    rng, sets = np.random.default_rng(seed), []
     for place in range(num_sets):
         is_cut = int((place + 1) * shard_share) > int(place * shard_share)
-        size_share, batch_share, dim_share = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
-        size = int(math.exp(size_share * math.log(max_tables + 1)))
-        batch = batch_sizes[int(batch_share * len(batch_sizes))]
-        sequence, weighted, fp16, optimizer_share = torch.rand(4, generator=generator).tolist()
-        pooled, limit = sequence >= SEQUENCES, next(limits)
+        size, pool = int((max_tables + 1) ** rng.random()), pools[int(rng.integers(len(pools)))]
+        limit = random_limit(device, rng) if max_work is None else max_work
+        pooled = rng.random() >= SEQUENCES
         attributes: dict[str, Any] = {
             "pooled": pooled,
-            "weighted": pooled and weighted < WEIGHTED,
-            "weight_bytes": 2 if fp16 < FP16 else 4,
-            "optimizer": optimizer or drawn_optimizer(optimizer_share),
+            "weighted": pooled and rng.random() < WEIGHTED,
+            "weight_bytes": 2 if rng.random() < FP16 else 4,
+            "optimizer": optimizer or random_optimizer(rng),
             "memory": "device",
         }
-        # The fraction left by choosing a dim decides whether the set has only that one.
-        one_dim_share, chosen = math.modf(dim_share * len(tables))
-        dim = tables[int(chosen)].dim
-        alike = range(len(tables)) if pooled else of_dim[dim]
-        order = [alike[i] for i in torch.randperm(len(alike), generator=generator).tolist()]
-        if one_dim_share < ONE_DIM:
-            order = [i for i in order if tables[i].dim == dim]
-        candidates = (replace(pools[batch][i], **attributes) for i in order)
-        group = _those_that_fit(candidates, limit * (_ROOM if is_cut else 1), size)
-        sets.append(_cut(group, limit, generator) if is_cut else group)
+        order = rng.permutation(len(tables)).tolist()
+        if not pooled or rng.random() < ONE_DIM:
+            order = [i for i in order if tables[i].dim == tables[order[0]].dim]
+        group = _those_that_fit((replace(pool[i], **attributes) for i in order), limit * (_ROOM if is_cut else 1), size)
+        sets.append(_cut(group, limit, rng) if is_cut else group)
     return sets
 
 
@@ -155,14 +148,6 @@ def most_sets(seconds: float) -> int:
     return int(seconds * 30) + 1
 
 
-def work_limits(max_work: float | None, device: str, seed: int) -> Iterator[float]:
-    """Yield the limit of :func:`set_work` for one drawn set after the other."""
-    generator = torch.Generator().manual_seed(seed + _LIMITS_SEED_APART)
-    while True:
-        share = torch.rand(1, generator=generator, dtype=torch.float64).item()
-        yield MAX_SET_WORK[device] / WORK_SPREAD**share if max_work is None else max_work
-
-
 def set_work(workloads: Iterable[Workload]) -> float:
     """Estimate a set's nanoseconds on the core that :data:`MAX_SET_WORK` names: 1 for each element of a lookup, and 16
     for each lookup."""
@@ -175,45 +160,36 @@ def set_work(workloads: Iterable[Workload]) -> float:
     return total
 
 
-def _cut(group: Sequence[Workload], limit: float, generator: torch.Generator) -> list[Workload]:
+def _cut(group: Sequence[Workload], limit: float, rng: np.random.Generator) -> list[Workload]:
     """Return shards of the tables of a set, as many as the limit of :func:`set_work` allows."""
-    kind_share, blocks_share, skewed = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
-    kind = KINDS[int(kind_share * len(KINDS))]
-    width_shares = torch.rand(len(group), generator=generator, dtype=torch.float64).tolist()
-    shards = list(group)
+    kind, shards = KINDS[rng.integers(len(KINDS))], list(group)
     if kind != "row":
-        # Sequences of one kernel have one dim, hence one width.
-        widths = [share if w.pooled else width_shares[0] for w, share in zip(group, width_shares, strict=True)]
-        shards = [part for w, share in zip(group, widths, strict=True) for part in _slices(w, share, generator)]
+        common = rng.random()  # sequences of one kernel have one dim, hence one width
+        shards = [part for w in group for part in _slices(w, rng.random() if w.pooled else common, rng)]
     if kind != "column":
-        blocks = round(math.exp(blocks_share * math.log(MAX_ROW_BLOCKS / 2)) * 2)
-        shards = _blocks(shards, blocks, skewed < 1 / 3, generator)
+        blocks, is_skewed = round(2 * (MAX_ROW_BLOCKS / 2) ** rng.random()), rng.random() < 1 / 3
+        shards = [_block(shard, blocks, is_skewed, rng) for shard in shards]
     return _those_that_fit(shards, limit)
 
 
-def _slices(workload: Workload, width_share: float, generator: torch.Generator) -> list[Workload]:
+def _slices(workload: Workload, width_share: float, rng: np.random.Generator) -> list[Workload]:
     """Return one device's column slices of a table; the whole table if it is too narrow."""
-    widest = workload.dim // 8 * 4
-    if widest < 4:
+    widest = workload.dim // 8
+    if widest < 1:
         return [workload]
-    width = 4 * max(1, round(math.exp(width_share * math.log(widest / 4))))
-    held = min(int(2 ** (torch.rand(1, generator=generator).item() * math.log2(MAX_SLICES + 1))), workload.dim // width)
-    return [workload.part(workload.rows, width)] * max(1, held)
+    width = 4 * round(widest**width_share)
+    held = min(int((MAX_SLICES + 1) ** rng.random()), workload.dim // width)
+    return [workload.part(workload.rows, width)] * held
 
 
-def _blocks(shards: Sequence[Workload], blocks: int, skewed: bool, generator: torch.Generator) -> list[Workload]:
-    """Return one of so many blocks of rows of each shard."""
-    uniform_S2 = torch.rand(len(shards), 2, generator=generator, dtype=torch.float64).tolist()
-    result = []
-    for shard, (heat, spread) in zip(shards, uniform_S2, strict=True):
-        rows, even = max(1, shard.rows // blocks), 1 / blocks
-        if skewed:
-            # Lookups from nearly all down to less than the even share, distinct rows between that and the even share.
-            power = 0.2 + heat
-            result.append(shard.block(rows, shard.dim, even**power, even ** (1 + (power - 1) * spread)))
-        else:
-            result.append(shard.part(rows, shard.dim))
-    return result
+def _block(shard: Workload, blocks: int, is_skewed: bool, rng: np.random.Generator) -> Workload:
+    """Return one of so many blocks of rows."""
+    rows, even = max(1, shard.rows // blocks), 1 / blocks
+    if not is_skewed:
+        return shard.part(rows, shard.dim)
+    # Lookups from nearly all down to less than the even share, distinct rows between that and the even share.
+    power = 0.2 + rng.random()
+    return shard.block(rows, shard.dim, even**power, even ** (1 + (power - 1) * rng.random()))
 
 
 _REFERENCE_SET = tuple(

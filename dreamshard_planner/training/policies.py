@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -20,7 +21,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.network import FitConfig
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost
 from dreamshard_planner.devices import make_topology
-from dreamshard_planner.measure.sets import BATCH_SIZES, drawn_optimizer, set_work, work_limits
+from dreamshard_planner.measure.sets import BATCH_SIZES, random_limit, random_optimizer, set_work
 from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.policy.network import Policy, roll_out
@@ -202,7 +203,7 @@ def proposed_sets(
 ) -> list[list[Workload]]:
     """Return fused groups of single ranks in sampled plans of the training tasks, with random optimizers: sets worth
     measuring, because planning will meet their like."""
-    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     samples, sets = -(-num_sets // len(tasks)), []
     for drawn in tasks:
         problem, workload_P = drawn.task.problem, drawn.read.workload_P
@@ -214,14 +215,13 @@ def proposed_sets(
                 continue
             rank_X, part_X = problem.laid(sharding)
             groups: dict[int, list[Workload]] = {}
-            for part in part_X[rank_X == rng.randrange(problem.num_ranks)].tolist():
+            for part in part_X[rank_X == rng.integers(problem.num_ranks)].tolist():
                 if part in fused:
                     groups.setdefault(int(problem.group_P[part]), []).append(workload_P[part])
-            optimizer = drawn_optimizer(rng.random())
+            optimizer = random_optimizer(rng)
             sets += [[replace(workload, optimizer=optimizer) for workload in held] for held in groups.values()]
-    rng.shuffle(sets)
-    limits = work_limits(None, device, seed)
-    return [held for held in sets if set_work(held) <= next(limits)][:num_sets]
+    shuffled = (sets[i] for i in rng.permutation(len(sets)))
+    return [held for held in shuffled if set_work(held) <= random_limit(device, rng)][:num_sets]
 
 
 @torch.no_grad()
