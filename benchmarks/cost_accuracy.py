@@ -83,7 +83,7 @@ def measure_rounds(
     timed = collect([sets[i] for i in passes], folder, device, 1, REPEATS, seed, seconds)
     rounds = max(1, len(timed) // len(sets))
     passes = passes[: min(rounds * len(sets), len(timed))]
-    timed, sets = timed.select(range(len(passes))), [sets[i] for i in np.unique(passes)]
+    sets = [sets[i] for i in np.unique(passes)]
     runs_NR = passes.argsort(kind="stable").reshape(len(sets), rounds)
     samples_ms, reference_ms = (ms[runs_NR].reshape(len(sets), -1, 2) for ms in (timed.samples_ms, timed.reference_ms))
     return CostDataset.from_sets(sets, samples_ms, timed.hardware, reference_ms, seed)

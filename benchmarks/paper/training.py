@@ -192,7 +192,8 @@ def measure_placements(
     """Measure the sets of some placements that the folder does not hold yet; return those of these placements alone."""
     sets = [half.workloads_named(group) for placement in placements for group in placement if group]
     if any(folder.glob("*.npz")) and len(held := load_blocks(folder)) > len(sets) and held.sets[: len(sets)] == sets:
-        return held.select(range(len(sets)))
+        samples_ms, reference_ms = held.samples_ms[: len(sets)], held.reference_ms[: len(sets)]
+        return CostDataset.from_sets(sets, samples_ms, held.hardware, reference_ms, seed)
     return collect(sets, folder, device=arena.device, repeats=repeats, seed=seed, progress=False, arena=arena)
 
 

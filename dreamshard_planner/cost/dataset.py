@@ -90,19 +90,14 @@ class CostDataset:
 
     sets: list[list[Workload]]
     """Shards of each set, :func:`as_measured`."""
-
     samples_ms: np.ndarray
     """[N, R, 2] float64: forward and backward milliseconds of each round."""
-
     hardware: Hardware
     """Description from ``measure.hardware.describe_hardware``."""
-
     reference_ms: np.ndarray | None = None
     """[N, R, 2] float64: the fixed reference set, timed right beside each sample."""
-
     seed: int = 0
     """Seed of the indices."""
-
     created: str = ""
     """UTC date and time, ISO 8601."""
 
@@ -190,12 +185,6 @@ class CostDataset:
         arrays["set_offsets"] = np.cumsum([0, *map(len, self.sets)], dtype=np.int64)
         arrays["samples_ms"] = self.samples_ms
         return arrays if self.reference_ms is None else arrays | {"reference_ms": self.reference_ms}
-
-    def select(self, sets: Sequence[int]) -> CostDataset:
-        """Return the given sets, in the given order."""
-        at = list(sets)
-        reference_ms = None if self.reference_ms is None else self.reference_ms[at]
-        return replace(self, sets=[self.sets[i] for i in at], samples_ms=self.samples_ms[at], reference_ms=reference_ms)
 
     @staticmethod
     def concatenate(datasets: Sequence[CostDataset]) -> CostDataset:

@@ -112,7 +112,7 @@ def test_fit_makes_a_checkpoint_from_measured_sets(
     assert Checkpoint.load(kept).cost is not None and Checkpoint.load(kept).metadata["hardware"]["name"] == "abacus"
     assert sets.reference_ms is not None
     replace(sets, samples_ms=sets.samples_ms[:, :1], reference_ms=sets.reference_ms[:, :1]).save(once)
-    sets.select(range(5)).save(few)
+    replace(sets, sets=sets.sets[:5], samples_ms=sets.samples_ms[:5], reference_ms=sets.reference_ms[:5]).save(few)
     with_test = ("fit", "--test-dataset", measured, "--out", tmp_path / "none.safetensors", "--dataset")
     refused = run(*with_test, measured, "--dataset", once, status=1).stderr
     assert f"{once} does not go with {measured}: 1 timed runs of each set, and 2 in the first" in refused

@@ -72,12 +72,11 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["costs.npz"]
 
 
-def test_select_and_concatenate() -> None:
+def test_datasets_of_one_kind_of_hardware_are_joined() -> None:
     data = dataset()
-    parts = [data.select([2]), data.select([0, 1])]
-    joined = CostDataset.concatenate(parts)
-    assert joined.sets == [SETS[2], SETS[0], SETS[1]]
-    assert joined.samples_ms.tolist() == [SAMPLES_NR2[2], SAMPLES_NR2[0], SAMPLES_NR2[1]]
+    joined = CostDataset.concatenate([data, dataset(seed=1)])
+    assert joined.sets == SETS * 2 and joined.seed == 0
+    assert joined.samples_ms.tolist() == SAMPLES_NR2 * 2 and joined.reference_ms.tolist() == REFERENCE_NR2 * 2
     other = CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE | {"name": "slide rule"}, REFERENCE_NR2)
     with pytest.raises(DatasetError, match="abacus.*slide rule"):
         CostDataset.concatenate([data, other])
