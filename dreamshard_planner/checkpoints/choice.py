@@ -189,13 +189,8 @@ def observed_file(hardware: Mapping[str, Any], ranks: int) -> Path:
 
 
 def described_here(device: str, name: str | None, threads: int) -> dict[str, Any]:
-    """Describe hardware for :func:`place`, with this environment's libraries.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-        name: of the processor or card; None for the one that is here.
-        threads: of a rank.
-    """
+    """Describe a named processor or card, by default the one that is here, with threads of a rank and this
+    environment's libraries, for :func:`place`."""
     found = {"device": device, "name": name or hardware_here(device) or "unknown", "threads": threads}
     return {**found, **library_versions()}
 
@@ -290,13 +285,8 @@ def learned_error(checkpoint: Checkpoint) -> float | None:
 
 
 def confidence(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> str:
-    """Tell how far to trust the milliseconds of a plan: the hardware that was measured, and the held-out error.
-
-    Args:
-        checkpoint: costs of the plan.
-        topology: of the plan.
-        uses_network: True if the checkpoint's costs were used, not only its policy.
-    """
+    """Tell how far to trust the milliseconds of a plan: the hardware that was measured, and the held-out error;
+    ``uses_network`` if the checkpoint's costs were used, not only its policy."""
     metadata = checkpoint.metadata
     if not uses_network or (checkpoint.cost is None and "learned" not in metadata):
         return "nothing was measured on such a device: trust the order of plans, not their milliseconds"

@@ -140,12 +140,8 @@ class CostDataset:
 
     @cached_property
     def corrected_ms(self) -> np.ndarray:
-        """[N, R, 2] samples with slow spells of the machine damped.
-
-        Each sample is scaled by (median(reference) / reference of its own round) to the power of
-        ``REFERENCE_STRENGTH``, where the reference is the whole step (forward + backward) of the fixed set and its
-        median runs over the file. Without a reference: as timed.
-        """
+        """[N, R, 2] samples with slow spells of the machine damped: each is scaled by (:attr:`usual_ms` / step of the
+        reference in its own round) to the power of ``REFERENCE_STRENGTH``. Without a reference: as timed."""
         if self.reference_ms is None:
             return self.samples_ms
         step_NR1 = self.reference_ms.sum(axis=2, keepdims=True)
@@ -157,11 +153,8 @@ class CostDataset:
         return None if self.reference_ms is None else float(np.median(self.reference_ms.sum(axis=2)))
 
     def median_ms(self, usual_ms: float | None = None) -> Tensor:
-        """Return medians [N, 2] over the repeats of the corrected samples, float64.
-
-        They are as at times when the reference set usually takes ``usual_ms``, so that files of slow and of fast hours
-        of one machine compare; as measured if either reference is missing.
-        """
+        """Return medians [N, 2] over the repeats of the corrected samples, float64: as when the reference set usually
+        takes ``usual_ms``, so that files of slow and fast hours compare, or as measured if either is missing."""
         speed = 1.0 if usual_ms is None or self.usual_ms is None else usual_ms / self.usual_ms
         return torch.from_numpy(np.median(self.corrected_ms, axis=1) * speed**REFERENCE_STRENGTH)
 

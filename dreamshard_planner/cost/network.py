@@ -1,11 +1,10 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The cost network: what a set of tables costs when one fused kernel computes them, and its fit to measured sets.
 
-A table MLP reads each shard's descriptors and gives (a) the milliseconds that each unit of its work would
-cost, so that a group starts from an additive cost with learned, table-dependent coefficients, and (b) a few
-positive context channels. Both are *summed* over the shards of a group (DreamShard, section 3: reduction by
-sum makes the network independent of how many tables there are). A head reads the logarithms of the sums and
-corrects the additive cost for what fusion changes. Costs span three orders of magnitude, hence logarithms.
+A table MLP reads each shard's descriptors. It gives (a) the milliseconds that each unit of its work would cost, so that
+a group starts from an additive cost with learned coefficients, and (b) a few positive context channels. Both are summed
+over the shards of a group (DreamShard, section 3). A head reads the logarithms of the sums, since costs span three
+orders of magnitude, and corrects the additive cost for what fusion changes.
 
 On GPUs a group starts from the roofline model instead. That knows more than a few thousand measured sets show: what the
 widest table of a kernel does to the others, what a cache holds, which optimizer states there are, and memory that no

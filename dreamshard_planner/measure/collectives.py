@@ -229,11 +229,7 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def local_ranks() -> tuple[int, int]:
-    """Return this process's rank on its host, and the ranks of the host.
-
-    Raises:
-        DreamShardError: torchrun did not start this process.
-    """
+    """Return this process's rank on its host, and the ranks of the host; raises DreamShardError without torchrun."""
     try:
         return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     except KeyError as error:

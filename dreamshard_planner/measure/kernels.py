@@ -110,10 +110,8 @@ class Arena:
         return self._inputs[key]
 
     def windows(self, sizes: Sequence[int], capacity: int) -> list[int]:
-        """Return random starts for windows of ``sizes`` elements in a buffer of ``capacity``.
-
-        The windows follow each other if they fit together; else each lies anywhere.
-        """
+        """Return random starts for windows of ``sizes`` elements in a buffer of ``capacity``,
+        one after the other if all fit, else anywhere."""
         padded = list(map(_aligned, sizes))
         total = sum(padded)
         share_T = torch.rand(len(sizes), generator=self._generator, dtype=torch.float64).tolist()
@@ -152,15 +150,8 @@ def draw_inputs(workload: Workload, generator: torch.Generator) -> tuple[Tensor,
 def draw_indices(
     histogram: Sequence[float], rows: int, lookups: int, generator: torch.Generator, distinct_rows: float
 ) -> Tensor:
-    """Draw indices, int64 [lookups], that realise a histogram as far as integers allow, on the generator's device.
-
-    Args:
-        histogram: shares [K] of distinct rows.
-        rows: of the table.
-        lookups: indices to draw.
-        generator: source of randomness.
-        distinct_rows: rows to look up, as far as there are as many.
-    """
+    """Draw indices, int64 [lookups], of a table with so many rows, on the generator's device. They realise a histogram
+    [K] of distinct rows as far as integers allow."""
     device = generator.device
     if lookups <= 0:
         return torch.empty(0, dtype=torch.int64, device=device)

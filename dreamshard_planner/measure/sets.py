@@ -34,6 +34,9 @@ from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.support.torch_state import intra_op_threads
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
+SEQUENCES, WEIGHTED, FP16, ONE_DIM = 0.08, 0.08, 0.10, 0.25
+"""Shares of drawn sets with an attribute; the others are pooled, unweighted, fp32, and of mixed dims. Sequences take no
+weights, and have one dim. On GPUs the widest table of a kernel counts for all."""
 BATCH_SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)}
 """Default samples of a kernel by device; one large batch takes as long as many small ones."""
 MAX_SET_WORK = {"cpu": 180e6, "cuda": 5e9}
@@ -54,9 +57,6 @@ _SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
 BLOCK = 8
 """Sets whose repeats are interleaved, and that an interruption loses."""
 _ROOM = 8  # ratio of the limits of whole tables and of the shards cut from them
-SEQUENCES, WEIGHTED, FP16, ONE_DIM = 0.08, 0.08, 0.10, 0.25
-"""Shares of drawn sets with an attribute; the others are pooled, unweighted, fp32, and of mixed dims. Sequences take no
-weights, and have one dim. On GPUs the widest table of a kernel counts for all."""
 
 
 def random_optimizer(rng: np.random.Generator) -> str:
@@ -242,8 +242,6 @@ def collect(
     Raises:
         DatasetError: a block is damaged, or of other sets, repeats, seed or hardware.
         FileError: the folder cannot be written, or another process measures into it.
-        TaskError: a set does not fit one kernel.
-        DreamShardError: FBGEMM runs its reference kernels.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     measured = [[as_measured(workload) for workload in group] for group in sets]  # as files hold them

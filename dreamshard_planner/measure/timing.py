@@ -9,9 +9,8 @@ emptying the caches takes longer than most kernels.
 Clock. On the CPU the processor time of one thread counts, which others on the machine do not add to; kernels of several
 threads take the wall clock.
 
-Allocator. Outputs and gradients lie in memory that an earlier run has freed, as under CUDA's caching allocator,
-jemalloc or tcmalloc. glibc's malloc returns blocks of over 32 MiB to the system; a kernel that faults their pages in
-again may take three times as long.
+Allocator. Outputs and gradients lie in memory that an earlier run has freed, as under CUDA's caching allocator. glibc's
+malloc returns blocks of over 32 MiB to the system; a kernel that faults them in again may take three times as long.
 
 Shapes: N kernels, R repeats, 2 (forward, backward).
 """
@@ -96,9 +95,7 @@ def time_groups(
         warmup: untimed rounds before.
         generator: of the order. Default: seeded with 0.
 
-    Raises:
-        TaskError: there is nothing to time.
-        DreamShardError: FBGEMM runs its reference kernels in this process.
+    Raises DreamShardError if there is nothing to time, or FBGEMM runs its reference kernels in this process.
     """
     if repeats < 1 or not kernels:
         raise TaskError(f"nothing to time: {len(kernels)} kernels, {repeats} repeats")

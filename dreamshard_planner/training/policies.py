@@ -143,10 +143,8 @@ def improve(
 def drawn_tasks(
     checkpoint: Checkpoint, tables: Sequence[Table], num_tasks: int, config: TrainingConfig, seed: int
 ) -> list[DrawnTask]:
-    """Return random tasks over ``tables``, priced by the checkpoint, with all sharding types that TorchRec offers.
-
-    Draws that fit nowhere are left out.
-    """
+    """Return random tasks over ``tables``, priced by the checkpoint, with all sharding types that TorchRec offers;
+    draws that fit nowhere are left out."""
     rng, tasks = random.Random(seed), []
     fewest, most = (math.log(min(count, len(tables))) for count in config.task_tables)
     for _ in range(num_tasks):
