@@ -201,6 +201,7 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
         (1, "--gpus-per-node 1e9", "up to 32,768 ranks, not for 1,000,000,000"),
         (1, "info gone.json", "gone.json: no such file"),
         (1, f"calibrate --costs {SHIPPED / 'roofline.safetensors'} --out x", "dreamshard train --device cpu"),
+        (1, "calibrate --tables os:getcwd --out x", "os:getcwd must return the model"),
         (1, "stats parquet gone.parquet --batch-size 8 --out x.json", "gone.parquet"),
         (2, "train --out nowhere/x.safetensors", "nowhere"),
         (2, "train --quick", "--out"),
@@ -306,6 +307,8 @@ def test_explain_tells_of_a_rank_of_a_plan_by_default_of_the_slowest(folder: Pat
     assert "rank 7" in run("explain", plan, "--rank", "7", status=1).stderr.lower()
     lost = run("replan", plan, "--steps", "9", "--lost", "1,9", status=2).stderr
     assert "--lost 9: the ranks of plan.json are 0 to 1" in lost
+    given = ("--steps", "9", "--tables", "os:getcwd")
+    assert "os:getcwd must return the model" in run("replan", plan, *given, status=1).stderr
     assert "foreign.json" in run("explain", folder / "foreign.json", status=1).stderr
 
 
