@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -41,8 +42,8 @@ def diagnose() -> list[Finding]:
     findings = [*own, *map(_library, LIBRARIES)]
     if any(finding.verdict in PREVENTS_PLANNING for finding in findings):
         return findings
-    findings += [_cpu(), _cpu_kernels(), *_cuda(), *_topologies(), _own_checkpoints()]
-    return findings + [_checkpoint(device) for device in ("cpu", "cuda")]
+    costs = map(_costs, ("cpu", "cuda"))
+    return [*findings, *_cpu(), *_cuda(), *_topologies(), _own_checkpoints(), *costs]
 
 
 def _library(library: Library) -> Finding:
@@ -61,58 +62,53 @@ def _library(library: Library) -> Finding:
     return Finding(library.name, found or "of unknown version", "note" if remark else "ok", remark)
 
 
-def _cpu() -> Finding:
-    from dreamshard_planner.measure.hardware import describe_hardware
-
-    hardware = describe_hardware("cpu", 1)
-    memory = f"{int(hardware['memory_bytes']) / 1e9:.0f} GB"
-    return Finding("CPU", f"{hardware['name']}, {hardware['cores']} cores, {memory}")
-
-
 _INSTRUCTION_SET = """
 from dreamshard_planner.measure import hardware
 print(hardware.instruction_set(), hardware.reference_kernels())
 """
 
 
-def _cpu_kernels() -> Finding:
-    """The instruction set of FBGEMM in a Python that imports torch as users do; this process loaded libc10 first."""
-    from dreamshard_planner.measure.hardware import instruction_set, reference_kernels
+def _cpu() -> Iterator[Finding]:
+    """Describe the processor, and FBGEMM in a Python that imports torch as users do; here libc10 was loaded first."""
+    from dreamshard_planner.measure.hardware import describe_hardware, instruction_set, reference_kernels
 
+    hardware = describe_hardware("cpu", 1)
+    memory = f"{int(hardware['memory_bytes']) / 1e9:.0f} GB"
+    yield Finding("CPU", f"{hardware['name']}, {hardware['cores']} cores, {memory}")
     found, slow = instruction_set(), reference_kernels()
     if (libtorch := torch_library("libtorch.so")) and b"cpuinfo_initialize" in libtorch.read_bytes():
         command = [sys.executable, "-P", "-W", "ignore", "-c", _INSTRUCTION_SET]
         said = subprocess.run(command, capture_output=True, text=True, check=True, env=of_child()).stdout
         found, _, slow = said.strip().partition(" ")
     if slow:
-        also = "dreamshard's own commands use the fast kernels"
-        return Finding("FBGEMM on CPU", "reference kernels", "note", f"in training: {slow}. {also}")
-    return Finding("FBGEMM on CPU", f"instruction set {found or 'unknown'}")
+        advice = f"in training: {slow}. dreamshard's own commands use the fast kernels"
+        yield Finding("FBGEMM on CPU", "reference kernels", "note", advice)
+    else:
+        yield Finding("FBGEMM on CPU", f"instruction set {found or 'unknown'}")
 
 
-def _cuda() -> list[Finding]:
-    """Cards, and each thing that keeps CUDA from working."""
+def _cuda() -> Iterator[Finding]:
+    """Tell the cards, and each thing that keeps CUDA from working."""
     import torch
     import torch.distributed as dist
 
-    if torch.cuda.is_available():
-        cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        found = [Finding(f"GPU {i}", f"{c.name}, {c.total_memory / 1e9:.0f} GB") for i, c in enumerate(cards)]
-    else:
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        yield Finding(f"GPU {index}", f"{card.name}, {card.total_memory / 1e9:.0f} GB")
+    if not torch.cuda.is_available():
         why = (
             "this torch is built without CUDA: pip install a CUDA build of torch"
             if torch.version.cuda is None
             else f"torch is built for CUDA {torch.version.cuda} and sees no card, or no driver for one"
         )
-        found = [Finding("CUDA", "none", "note", f"{why}. Planning for GPUs works without one")]
+        yield Finding("CUDA", "none", "note", f"{why}. Planning for GPUs works without one")
     if installed("fbgemm-gpu-cpu"):
-        found.append(Finding("CUDA kernels", "none: fbgemm-gpu-cpu", "note", "training on GPUs needs fbgemm-gpu"))
+        yield Finding("CUDA kernels", "none: fbgemm-gpu-cpu", "note", "training on GPUs needs fbgemm-gpu")
     if not dist.is_nccl_available():
-        found.append(Finding("NCCL", "none", "note", "ranks on GPUs exchange with NCCL; CUDA builds of torch have it"))
-    return found
+        yield Finding("NCCL", "none", "note", "ranks on GPUs exchange with NCCL; CUDA builds of torch have it")
 
 
-def _topologies() -> list[Finding]:
+def _topologies() -> Iterator[Finding]:
     """Describe the default topologies of ranks on this host: a rank per GPU, and one rank on CPUs."""
     import torch
 
@@ -120,11 +116,9 @@ def _topologies() -> list[Finding]:
     from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
 
     sizes = {"cpu": 1} if devices.read_card() is None else {"cpu": 1, "cuda": max(1, torch.cuda.device_count())}
-    found = []
     for device, size in sizes.items():
         ranks = [RankHardware.here(device)] * size
-        found.append(Finding(f"topology on {device}", told(read_topology(device, ranks, size), ranks)))
-    return found
+        yield Finding(f"topology on {device}", told(read_topology(device, ranks, size), ranks))
 
 
 def _own_checkpoints() -> Finding:
@@ -140,7 +134,7 @@ def _own_checkpoints() -> Finding:
     return Finding(subject, f"{names or 'none'}, in {choice.folder()}")
 
 
-def _checkpoint(device: str) -> Finding:
+def _costs(device: str) -> Finding:
     """Tell the checkpoint that ``"auto"`` takes for a device, and why."""
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint
     from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, confidence, resolve

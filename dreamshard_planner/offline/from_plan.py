@@ -106,32 +106,26 @@ def _machine(saved: SavedPlan) -> Machine:
     topology: TopologyInputs = saved.inputs.topology
     if topology.all_ranks % topology.on_host:
         raise PlanError(f"{saved.name}: {topology.all_ranks} ranks do not fill hosts of {topology.on_host}")
-    memory = min(topology.memory_bytes[topology.own_memory])
-    rate = {name: per_ms * 1e3 for name, per_ms in topology.bandwidths.items()}
-    speed, to_host = rate[topology.own_memory], rate["HBM to DDR"]
-    gpu = next(map(gpu_of, topology.cards), None)
-    own = None if gpu is None else GPUS[gpu]
-    # Bandwidths of single collectives replace these two.
-    links = {} if topology.collective_bandwidths else rate
-    within, between = links.get("within hosts"), links.get("between hosts")
+    memory, rate = topology.memory_bytes, {name: per_ms * 1e3 for name, per_ms in topology.bandwidths.items()}
+    links = {} if topology.collective_bandwidths else rate  # bandwidths of single collectives replace these
+    gpu, between = next(map(gpu_of, topology.cards), None), links.get("between hosts")
+    own_network = GPUS[gpu].network_bytes_per_s if gpu else None
     ranks = sorted((rank, place) for place in range(topology.world_size) for rank in topology.replicas(place))
     return Machine(
         ranks_per_host=topology.on_host,
         hosts=topology.all_ranks // topology.on_host,
         device=topology.compute_device,
         gpu=gpu,
-        memory_bytes=memory,
-        memory_bytes_per_s=speed,
-        host_memory_bytes=None if topology.own_memory == "DDR" else min(topology.memory_bytes["DDR"]),
-        host_bytes_per_s=to_host,
-        intra_bytes_per_s=within,
-        inter_bytes_per_s=None if own and own.network_bytes_per_s == between else between,
+        memory_bytes=min(memory[topology.own_memory]),
+        memory_bytes_per_s=rate[topology.own_memory],
+        host_memory_bytes=None if topology.own_memory == "DDR" else min(memory["DDR"]),
+        host_bytes_per_s=rate["HBM to DDR"],
+        intra_bytes_per_s=links.get("within hosts"),
+        inter_bytes_per_s=None if between == own_network else between,
         rank_memory_bytes={
-            kind: tuple(sizes[place] for _, place in ranks)
-            for kind, sizes in topology.memory_bytes.items()
-            if len(set(sizes)) > 1
+            kind: tuple(sizes[place] for _, place in ranks) for kind, sizes in memory.items() if len(set(sizes)) > 1
         },
-        ssd_bytes=min(topology.memory_bytes["SSD"]),
+        ssd_bytes=min(memory["SSD"]),
         more=topology_arguments(topology),
         cards=topology.cards,
     )
