@@ -13,7 +13,7 @@ from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.planning.given_plans import check_room
+from dreamshard_planner.planning.infeasible import check_room
 from dreamshard_planner.planning.remembered import LEAST_GAIN
 from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs

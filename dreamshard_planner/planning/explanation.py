@@ -141,16 +141,7 @@ def _gain(change: Change | None) -> str:
 
 @torch.no_grad()
 def explain(model: ModelProblem, plan: AnyPlan, rank: int | None = None) -> Explanation:
-    """Explain one rank's part of a step.
-
-    Args:
-        model: the planned one.
-        plan: one of its plans.
-        rank: a rank of the plan; the slowest by default.
-
-    Raises:
-        PlannerError: the plan has no such rank; and, with PlanError, as :meth:`ModelProblem.options`.
-    """
+    """Explain one rank's part of a step, see :meth:`~dreamshard_planner.planner.DreamShardPlanner.explain`."""
     rated = model.rated(plan)
     report = model.context.report(rated, assumptions(model, rated.options))
     chosen = report.chosen

@@ -14,8 +14,6 @@ from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Storage
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
-from dreamshard_planner.cost.problem import MEMORY_KINDS
-from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
 from dreamshard_planner.search_space.enumeration import misses_rows
 from dreamshard_planner.search_space.options import (
@@ -23,7 +21,6 @@ from dreamshard_planner.search_space.options import (
     counted,
     fqn_of,
     hot_rows_of,
-    lacks_room,
     places_of,
     ranks_of,
     refused,
@@ -34,7 +31,7 @@ from dreamshard_planner.search_space.options import (
     with_hot_rows,
 )
 from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, is_known
-from dreamshard_planner.support.formatting import NAMED, memory_in_words, some_of
+from dreamshard_planner.support.formatting import NAMED, some_of
 from dreamshard_planner.workload.lookups import HotRows
 
 GivenPlan: TypeAlias = ShardingPlan | SavedPlan | Sequence[ShardingOption]
@@ -111,21 +108,6 @@ def enumerated_as(choices: Sequence[ShardingOption], sharding: TableSharding) ->
     kernels = (sharding.kernel, *([CACHING] if sharding.kernel == FUSED else []))
     found = (_known(choices, replace(sharding, kernel=kernel)) for kernel in kernels)
     return next(filter(None, found), None)
-
-
-def check_room(plan: RatedPlan, name: str) -> None:
-    """Raise PlannerError, naming rank and bytes, if a plan takes more of a rank than the storage reservation left."""
-    problem = plan.read.problem
-    used_DM, room_DM = problem.taken(*problem.laid(plan.sharding)), problem.limits_DM
-    over_DM = (used_DM - room_DM).masked_fill(used_DM == 0, 0)[:, : len(MEMORY_KINDS)]
-    if not bool((over_DM > 0).any()):
-        return
-    at = divmod(int(over_DM.flatten().argmax()), len(MEMORY_KINDS))
-    used, room, over = (memory_in_words(max(0, int(values_DM[at]))) for values_DM in (used_DM, room_DM, over_DM))
-    raise lacks_room(
-        f"Tables do not fit: {name} puts {used} of {MEMORY_KINDS[at[1]]} on rank {at[0]}, the storage reservation "
-        f"leaves {room}: {over} are missing"
-    )
 
 
 def _known(choices: Iterable[ShardingOption], sharding: TableSharding) -> ShardingOption | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Problem, has_room
+from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, reasons_in_words
 from dreamshard_planner.search_space.options import lacks_room
 from dreamshard_planner.support.formatting import NAMED, memory_in_words
@@ -76,6 +77,16 @@ def infeasible(problem: Problem, left_out: LeftOut) -> PlannerError:
         f"Tables do not fit{under_rules}: {reason}{why}. More or larger devices, a smaller storage reservation, "
         "smaller tables, or smaller caches (max_l1_cache_size) would help."
     )
+
+
+def check_room(plan: RatedPlan, name: str) -> None:
+    """Raise PlannerError, naming rank and bytes, if a plan takes more of a rank than the storage reservation left."""
+    problem = plan.read.problem
+    used_DM = problem.taken(*problem.laid(plan.sharding))
+    for rank, (used_M, room_M) in enumerate(zip(used_DM.tolist(), problem.limits_DM.tolist(), strict=True)):
+        sizes = zip(MEMORY_KINDS, used_M, room_M, strict=False)
+        if over := _missing(f"{name} puts", "the storage reservation leaves", sizes, f" on rank {rank}"):
+            raise lacks_room(f"Tables do not fit: {over[0]}")
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.given_plans import (
     GivenPlan,
     as_option,
-    check_room,
     check_rows,
     enumerated_as,
     shardings,
     tables_of_model,
 )
+from dreamshard_planner.planning.infeasible import check_room
 from dreamshard_planner.planning.plan_inputs import (
     DefaultReservation,
     PlannerSettings,

@@ -206,14 +206,8 @@ def replanned(
     max_bytes_moved: int | None,
     lost: Sequence[int],
 ) -> Replan:
-    """The plan that takes least time over so many steps; arguments and errors as of
-    :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan`.
-
-    Args:
-        model: the planned one.
-        current: what runs.
-        fresh: a plan made without a thought of moving, with ranks.
-    """
+    """Return the plan that takes least time over so many steps, see
+    :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan`; ``fresh`` was made without a thought of moving."""
     held = Held.of(model, current, lost)
     with single_thread():
         ways = _Ways(model, held, fresh)
