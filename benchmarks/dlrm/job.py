@@ -71,7 +71,7 @@ def scale_tables(pool: Sequence[Table], max_rows: int, dim: int = 0, hot: float 
         tables[hottest] = replace(tables[hottest], features=features)
     heat = f", {tables[hottest].name} read {hot:g} times as often" if hot != 1 else ""
     before, after = (sum(table.rows for table in some) for some in (pool, tables))
-    size_gb = [sum(table.size_bytes for table in some) / 1e9 for some in (pool, tables)]
+    size_gb = [sum(table.rows * table.dim * table.weight_bytes for table in some) / 1e9 for some in (pool, tables)]
     return tables, (
         f"{len(tables)} tables of dim {dims[0]}, {cut} of them cut to {max_rows:,} rows: "
         f"rows in all {before:,} -> {after:,}, weights {size_gb[0]:,.1f} -> {size_gb[1]:,.2f} GB{heat}"

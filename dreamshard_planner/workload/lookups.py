@@ -80,8 +80,7 @@ class IdHistogram:
             return None
         end = int(id_R[-1]) + 1
         part_R = id_R // _width(end)
-        both = (part_R.bincount(weights, PARTS) for weights in (count_R.double(), torch.ones(len(id_R)).double()))
-        return _of_amounts(end, torch.stack([*both]))
+        return _of_amounts(end, torch.stack([part_R.bincount(count_R, PARTS), part_R.bincount(minlength=PARTS)]))
 
     @classmethod
     def even(cls, rows: int) -> IdHistogram:
@@ -103,7 +102,7 @@ class IdHistogram:
         part, ids = divmod(point, self.width)
         return sum(shares[:part]) + shares[part] * ids / min(self.width, self.end - part * self.width)
 
-    def rescaled(self, lookups: float, distinct: float | None, factor: float) -> IdHistogram:
+    def rescaled(self, lookups: float, distinct: float, factor: float) -> IdHistogram:
         """Return the histogram at another batch size: the same shares of lookups, while distinct rows saturate.
 
         A batch reads r (1 - exp(-n)) of a part's r rows if each is read n times on average. This n follows from the
@@ -111,16 +110,14 @@ class IdHistogram:
 
         Args:
             lookups: lookups of the batch that the histogram was taken at.
-            distinct: distinct rows of that batch; None if unknown.
+            distinct: distinct rows of that batch.
             factor: new batch size over old.
         """
         if factor == 1:
             return self
         lookups_P, distinct_P = torch.tensor([self.lookups, self.distinct], dtype=torch.float64).unbind()
-        reads_P = lookups_P * lookups / self.width
-        if distinct is not None:
-            read_P = (distinct_P * distinct / self.width).clamp_max(1 - _RARE)
-            reads_P = torch.minimum(reads_P, -torch.log1p(-read_P))
+        read_P = (distinct_P * distinct / self.width).clamp_max(1 - _RARE)
+        reads_P = torch.minimum(lookups_P * lookups / self.width, -torch.log1p(-read_P))
         growth_P = torch.expm1(-reads_P * factor) / torch.expm1(-reads_P)
         grown_P = distinct_P * torch.where(reads_P > _RARE, growth_P, factor)
         return IdHistogram(self.end, self.lookups, tuple((grown_P / grown_P.sum()).tolist()))

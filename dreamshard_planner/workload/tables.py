@@ -6,16 +6,14 @@ A :class:`Table` is declared by a model. A :class:`Workload` is one shard's work
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.support.documents import STRICT
 from dreamshard_planner.workload.lookups import FeatureStatistics, IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 
@@ -98,7 +96,6 @@ class Traits:
 class Table(Traits):
     """An embedding table, and statistics of its features."""
 
-    __pydantic_config__: ClassVar = STRICT
     name: str
     rows: int
     dim: int
@@ -112,27 +109,14 @@ class Table(Traits):
             raise TaskError(f"table {self.name!r}: rows and dim must be at least 1, got {self.rows} x {self.dim}")
         if not self.features:
             raise TaskError(f"table {self.name!r} serves no feature")
-        if not 0 <= self.output_share < math.inf:
-            raise TaskError(f"table {self.name!r}: output share must be finite and >= 0, got {self.output_share}")
         if self.optimizer not in OPTIMIZERS:
             known = tuple(OPTIMIZERS)
             raise TaskError(f"table {self.name!r}: optimizer must be one of {known}, got {self.optimizer!r}")
-        if self.memory not in MEMORIES:
-            raise TaskError(f"table {self.name!r}: memory must be one of {MEMORIES}, got {self.memory!r}")
-        if not 0 < self.cache_load_factor <= 1:
-            raise TaskError(
-                f"table {self.name!r}: cache load factor must be above 0, up to 1, got {self.cache_load_factor}"
-            )
 
     @property
     def pooling_factor(self) -> float:
         """Lookups per sample, summed over the features."""
         return sum(feature.pooling_factor for feature in self.features)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the weights alone."""
-        return int(self.rows * self.dim * self.weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +285,7 @@ def _ids_of(table: Table, batch_size: int, distinct: Sequence[float]) -> IdHisto
     histograms = [
         IdHistogram.even(table.rows)
         if feature.ids is None
-        else feature.ids.rescaled(feature.lookups, feature.distinct_rows, batch_size / feature.samples)
+        else feature.ids.rescaled(feature.lookups, feature.rows_read, batch_size / feature.samples)
         for feature, _ in read
     ]
     if len(histograms) == 1:
