@@ -30,7 +30,7 @@ from torch import Tensor
 from common.measured_costs import MeasuredCosts, SetClock
 from common.output import append, commit, lines_of, named, provenance, quiet, wide_console
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.support.torch_state import single_thread
+from dreamshard_planner.support.reproducible import single_thread
 from placements.contests import Contest, draw_contests
 from placements.placers import Field
 from placements.summary import ANCHOR, draw_figure, print_summary

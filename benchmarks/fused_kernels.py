@@ -35,7 +35,7 @@ from common.output import provenance, table_of, wide_console, write_result
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.sets import REFERENCE_SETS
 from dreamshard_planner.measure.timing import time_groups
-from dreamshard_planner.support.torch_state import single_thread
+from dreamshard_planner.support.reproducible import single_thread
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Table, Workload, workloads_of

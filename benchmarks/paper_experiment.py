@@ -42,7 +42,7 @@ from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.search.placing import HEURISTICS
 from dreamshard_planner.support.formatting import progress_bar
-from dreamshard_planner.support.torch_state import single_thread
+from dreamshard_planner.support.reproducible import single_thread
 from paper.models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
 from paper.results import held_out_blocks, held_out_errors, held_out_placements, print_results
 from paper.training import Half, Setting, halves, measure_placements

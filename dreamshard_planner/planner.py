@@ -67,7 +67,7 @@ from dreamshard_planner.search_space.modules import checked_sharders
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.formatting import checked, first_of
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.reproducible import neutral
 from dreamshard_planner.torchrec_components.compat import let_lack_of_room_be_told
 from dreamshard_planner.torchrec_components.components import GivenComponents, SearchLoop
 from dreamshard_planner.workload.statistics import TableStatistics

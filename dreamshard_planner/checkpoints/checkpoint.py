@@ -29,9 +29,8 @@ from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.support.documents import Amount, check_version, one_of, parsed
 from dreamshard_planner.support.files import check_readable, parse_json, write_whole
-from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.formatting import brief
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.reproducible import digest, neutral
 from dreamshard_planner.workload.features import NETWORK_FEATURES, feature_matrix
 from dreamshard_planner.workload.tables import Workload
 

@@ -46,7 +46,7 @@ from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.timing import freed_memory_kept
 from dreamshard_planner.support.files import check_writable, read_json, write_whole
 from dreamshard_planner.support.formatting import brief
-from dreamshard_planner.support.torch_state import single_thread
+from dreamshard_planner.support.reproducible import single_thread
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))

@@ -31,7 +31,7 @@ from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import time_groups
 from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.support.formatting import progress_bar
-from dreamshard_planner.support.torch_state import intra_op_threads
+from dreamshard_planner.support.reproducible import intra_op_threads
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
 SEQUENCES, WEIGHTED, FP16, ONE_DIM = 0.08, 0.08, 0.10, 0.25

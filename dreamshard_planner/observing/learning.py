@@ -44,7 +44,7 @@ from dreamshard_planner.observing.observation import OUTPUTS, Observation, Obser
 from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.problem.parts import Links, lookup_exchanges, sorting_bytes
 from dreamshard_planner.search_space.sharding_types import DENSE, FUSED, SHARDING_TYPES
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.reproducible import neutral
 from dreamshard_planner.workload.features import optimizer_of
 from dreamshard_planner.workload.tables import Workload
 

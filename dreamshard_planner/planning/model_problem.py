@@ -57,9 +57,8 @@ from dreamshard_planner.search_space.modules import (
 )
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.support.fingerprint import canonical, digest
 from dreamshard_planner.support.formatting import memory_in_words
-from dreamshard_planner.support.torch_state import single_thread
+from dreamshard_planner.support.reproducible import canonical, digest, single_thread
 from dreamshard_planner.workload.lookups import FeatureStatistics
 
 Sharders = Sequence[ModuleSharder[nn.Module]]

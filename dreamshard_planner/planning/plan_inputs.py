@@ -44,8 +44,8 @@ from dreamshard_planner.search.effort import DEFAULT_EFFORT, EFFORTS
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.fingerprint import canonical, digest
 from dreamshard_planner.support.formatting import checked
+from dreamshard_planner.support.reproducible import canonical, digest
 from dreamshard_planner.torchrec_components.compat import dense_tensor_bytes, set_dense_tensor_bytes
 from dreamshard_planner.workload.lookups import MAX_BATCH_SIZE, FeatureStatistics
 from dreamshard_planner.workload.statistics import TableStatistics

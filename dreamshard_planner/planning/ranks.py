@@ -30,7 +30,7 @@ from dreamshard_planner.measure.hardware import total_bytes, usable_cores
 from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import checked, first_of, gb_per_s
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.reproducible import neutral
 from dreamshard_planner.torchrec_components.compat import place_shard, resize_topology
 
 Thing = TypeVar("Thing")

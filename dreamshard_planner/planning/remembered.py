@@ -32,7 +32,7 @@ from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.support.documents import Amount, parsed
 from dreamshard_planner.support.files import read_json, write_whole
-from dreamshard_planner.support.fingerprint import digest
+from dreamshard_planner.support.reproducible import digest
 from dreamshard_planner.workload.statistics import TableStatistics
 
 logger = logging.getLogger(__name__)

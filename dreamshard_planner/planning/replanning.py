@@ -34,7 +34,7 @@ from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import few_moves
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, places_of, type_of
 from dreamshard_planner.support.formatting import checked, ranks_in_words, seconds_in_words, size_in_words, some_of
-from dreamshard_planner.support.torch_state import neutral, single_thread
+from dreamshard_planner.support.reproducible import neutral, single_thread
 
 SHOWN = 0.005
 """Share of the cost that a row of the curve gains at least."""

@@ -42,7 +42,7 @@ from dreamshard_planner.search_space.options import (
 from dreamshard_planner.search_space.replica_rules import DENSE_KERNELS
 from dreamshard_planner.search_space.sharding_types import DENSE, REPLICAS_OF_GROUPS, TW, in_host_memory, memory_of
 from dreamshard_planner.support.formatting import first_of, size_in_words
-from dreamshard_planner.support.torch_state import neutral, single_thread
+from dreamshard_planner.support.reproducible import neutral, single_thread
 from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT

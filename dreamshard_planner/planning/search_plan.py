@@ -27,7 +27,7 @@ from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search_space.enumeration import all_sized, other_sizes
 from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, perf_of, ranks_of
 from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
-from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
+from dreamshard_planner.support.reproducible import collector_paused, neutral, single_thread
 
 QUICK = 0.002
 """Effort of a few steps of one descent."""

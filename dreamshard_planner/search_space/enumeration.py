@@ -55,7 +55,7 @@ from dreamshard_planner.search_space.sharding_types import (
     serves,
 )
 from dreamshard_planner.support.formatting import first_of, ranks_in_words
-from dreamshard_planner.support.torch_state import collector_paused
+from dreamshard_planner.support.reproducible import collector_paused
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
 

@@ -40,7 +40,7 @@ from dreamshard_planner.plans.report import Note, ReportEntry, noted
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.options import perf_of, set_perf, set_ranks
-from dreamshard_planner.support.torch_state import neutral, single_thread
+from dreamshard_planner.support.reproducible import neutral, single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
 
 TIE_WEIGHT = 1e-6

@@ -33,7 +33,7 @@ from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, TW
 from dreamshard_planner.support.formatting import progress_bar
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.reproducible import neutral
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, Workload

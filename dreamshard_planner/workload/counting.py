@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.formatting import checked
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.reproducible import neutral
 from dreamshard_planner.workload.lookups import FeatureStatistics, HotIds, IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts
 

@@ -12,7 +12,7 @@ import torch
 
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.formatting import progress_bar
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.reproducible import neutral
 from dreamshard_planner.workload.counting import FeatureCounts
 from dreamshard_planner.workload.lookups import FeatureStatistics
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.reproducible import neutral
 
 NUM_REUSE_BINS = 17
 BIN_UPPER = tuple(2**k for k in range(NUM_REUSE_BINS - 1))

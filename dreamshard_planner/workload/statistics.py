@@ -18,7 +18,7 @@ from dreamshard_planner.errors import InputWarning, StatisticsError
 from dreamshard_planner.support.documents import STRICT, document_of, parsed
 from dreamshard_planner.support.files import read_json, write_whole
 from dreamshard_planner.support.formatting import first_of, some_of
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.reproducible import neutral
 from dreamshard_planner.workload.counting import BatchCounts, by_feature, merge_features
 from dreamshard_planner.workload.lookups import FeatureStatistics
 

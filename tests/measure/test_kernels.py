@@ -30,7 +30,7 @@ from dreamshard_planner.measure.hardware import (
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.sets import REFERENCE_SETS, collect
 from dreamshard_planner.measure.timing import core_use_ns, time_groups
-from dreamshard_planner.support.torch_state import intra_op_threads
+from dreamshard_planner.support.reproducible import intra_op_threads
 from dreamshard_planner.workload.tables import Workload
 
 REUSE = (0.5, 0.3, 0.2) + (0.0,) * 14

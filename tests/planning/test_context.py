@@ -15,7 +15,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader, PlannerError, ShardingOption
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.support.fingerprint import canonical
+from dreamshard_planner.support.reproducible import canonical
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 
 
