@@ -28,7 +28,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.search import SearchResult, search
-from dreamshard_planner.search_space.allowed_types import UNEVEN_OUTPUTS
+from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import (
     by_table,
