@@ -153,7 +153,7 @@ class PlanResult:
 
 def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
     rated, now = model.rated(plan), libraries()
-    changed = differences(saved.inputs, model.inputs)
+    changed = [*differences(saved.inputs, model.inputs)]
     changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
     then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
     alike = sources == (then.cost_source, then.collectives_source) and math.isclose(
