@@ -52,40 +52,17 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
     ) -> None:
         if planner is not None and plan is not None:
             raise ValueError("give DistributedModelParallel either plan= or planner=, not both")
+        sharders = get_default_sharders() if sharders is None else sharders
         if plan is None:
             kind = "cpu" if device is None else device.type
             planner = _default_planner(env, kind) if planner is None else planner
-            plan = self._plan_with(planner, module, env, sharders, kind)
+            plan = _planned(planner, module, sharders, env, kind)
         if any(hot_rows_of(plan)):
-            sharders = with_hot_rows(get_default_sharders() if sharders is None else sharders)
+            sharders = with_hot_rows(sharders)
         super().__init__(module, env, device, plan, sharders, *args, **kwargs)
         attach_optimizers(self)
         if observe and planner is not None:
             begin(self, planner)
-
-    @staticmethod
-    def _plan_with(
-        planner: EmbeddingShardingPlanner,
-        module: nn.Module,
-        env: ShardingEnv | None,
-        sharders: list[ModuleSharder[nn.Module]] | None,
-        device: str,
-    ) -> ShardingPlan:
-        sharders = get_default_sharders() if sharders is None else sharders
-        attached = getattr(planner, "optimizers_attached", None)
-        if attached is not None:
-            planner.optimizers_attached = True
-        try:
-            if env is not None and env.process_group is None:
-                return planner.plan(module, sharders)
-            pg = None if env is None else env.process_group
-            if attached is None:
-                return planner.collective_plan(module, sharders, pg)
-            # A plan of fewer ranks would leave the others without tables, or end in an IndexError of TorchRec's.
-            return planner.collective_plan(module, sharders, pg, in_groups=False, device=device)
-        finally:
-            if attached is not None:
-                planner.optimizers_attached = attached  # the next plan may be for TorchRec's own class
 
 
 def _default_planner(env: ShardingEnv | None, device: str) -> DreamShardPlanner:
@@ -93,3 +70,16 @@ def _default_planner(env: ShardingEnv | None, device: str) -> DreamShardPlanner:
     if env is not None and env.process_group is None:
         topology = read_topology(device, [RankHardware.here(device)] * env.world_size)
     return DreamShardPlanner(topology)
+
+
+def _planned(
+    planner: EmbeddingShardingPlanner, module: nn.Module, sharders: list[Any], env: ShardingEnv | None, device: str
+) -> ShardingPlan:
+    alone, group = env is not None and env.process_group is None, env and env.process_group
+    if not isinstance(planner, DreamShardPlanner):
+        return planner.plan(module, sharders) if alone else planner.collective_plan(module, sharders, group)
+    with planner.attaching_optimizers():
+        if alone:
+            return planner.plan(module, sharders)
+        # A plan of fewer ranks would leave the others without tables, or end in an IndexError of TorchRec's.
+        return planner.collective_plan(module, sharders, group, in_groups=False, device=device)

@@ -7,7 +7,8 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -217,14 +218,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         other._callbacks = [other._before_callbacks, *self._callbacks[1:-1], other._after_callbacks]
         return other
 
-    @property
-    def optimizers_attached(self) -> bool:
-        """The argument of this name, for the next plans."""
-        return self._settings.optimizers_attached
-
-    @optimizers_attached.setter
-    def optimizers_attached(self, attached: bool) -> None:
-        self._settings = replace(self._settings, optimizers_attached=attached)
+    @contextmanager
+    def attaching_optimizers(self) -> Iterator[None]:
+        """Plan with ``optimizers_attached=True`` inside the block."""
+        own, self._settings = self._settings, replace(self._settings, optimizers_attached=True)
+        try:
+            yield
+        finally:
+            self._settings = own
 
     @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
