@@ -49,7 +49,7 @@ from dreamshard_planner.observing.observation import (
 )
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.search_space.sharding_types import memory_of
+from dreamshard_planner.search_space.sharding_types import kernel_of
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.torchrec_components.compat import default_store
 from dreamshard_planner.workload.counting import EVERY, BatchSampler
@@ -164,7 +164,7 @@ def _described(path: str, sharding_type: str, kernel: Any, samples: int) -> Obse
         sharding_type=sharding_type,
         kernel=config.compute_kernel.value,
         optimizer=costed_optimizer(getattr(getattr(kernel.emb_module, "optimizer", None), "name", "other")),
-        memory=memory_of(config.compute_kernel.value),
+        memory=kernel_of(config.compute_kernel.value).memory,
         pooled=config.pooling.value != "NONE",
         weighted=config.is_weighted,
         weight_bytes=data_type_to_dtype(config.data_type).itemsize,

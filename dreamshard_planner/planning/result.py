@@ -40,7 +40,7 @@ from dreamshard_planner.search_space.options import (
     type_of,
 )
 from dreamshard_planner.search_space.replica_rules import DENSE_KERNELS
-from dreamshard_planner.search_space.sharding_types import DENSE, REPLICAS_OF_GROUPS, TW, in_host_memory, memory_of
+from dreamshard_planner.search_space.sharding_types import DENSE, REPLICAS_OF_GROUPS, TW, in_host_memory, kernel_of
 from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.support.reproducible import neutral, single_thread
 from dreamshard_planner.workload.counting import in_smaller_batches
@@ -350,7 +350,7 @@ def exact_training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) ->
     wider, opened = _widened(model, exact_training=False)
     if not opened:
         return []
-    outside = {fqn_of(one) for one in plan if one.name in opened and memory_of(one.compute_kernel) != "device"}
+    outside = {fqn_of(one) for one in plan if one.name in opened and kernel_of(one.compute_kernel).memory != "device"}
     may_fit = outside and model.ranks.topology.compute_device != "cpu"
     compares = len(plan) * model.left.world_size <= MAX_SHARDS and model.settings.effort != "quick"
     with single_thread():
@@ -408,7 +408,7 @@ def _forced_out(
     inside = [
         choices[index].sharding_type
         for name, choices, index in zip(read.problem.names, read.problem.tables, found.sharding.options, strict=True)
-        if name in offered and memory_of(choices[index].kernel) == "device"
+        if name in offered and kernel_of(choices[index].kernel).memory == "device"
     ]
     if not inside:
         return ()

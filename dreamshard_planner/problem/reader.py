@@ -49,7 +49,7 @@ from dreamshard_planner.search_space.constraints import check_per_feature, const
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, tower_refused, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.sharding_types import CACHING, DENSE, in_host_memory, memory_of, serves
+from dreamshard_planner.search_space.sharding_types import CACHING, DENSE, in_host_memory, kernel_of, serves
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.lookups import FeatureStatistics
@@ -283,7 +283,7 @@ class OptionReader:
             pooled=option.is_pooled,
             weighted=self._shardable(option).owner.is_weighted or bool(constraint.is_weighted),
             optimizer=costed_optimizer(self._optimizer(option)),
-            memory="device" if topology.compute_device == "cpu" else memory_of(option.compute_kernel),
+            memory="device" if topology.compute_device == "cpu" else kernel_of(option.compute_kernel).memory,
             cache_load_factor=self.load_factor(option) or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),
             served=is_served,

@@ -63,14 +63,9 @@ def kernel_of(name: str) -> Kernel:
     return KERNELS.get(name, Kernel("device"))
 
 
-def memory_of(name: str) -> str:
-    """Return the memory of a kernel's weights; the device's for an unknown kernel."""
-    return kernel_of(name).memory
-
-
 def in_host_memory(name: str) -> bool:
     """Return whether a GPU reads the weights over its link to the host, cached or not."""
-    return memory_of(name) in ("uvm", "uvm_caching")
+    return kernel_of(name).memory in ("uvm", "uvm_caching")
 
 
 def fuses_as(name: str) -> str:
@@ -87,7 +82,7 @@ def serves(name: str) -> bool:
 
 def sharding_in_words(sharding_type: str, kernel: str) -> str:
     """Return ``row_wise``, or ``row_wise fused_uvm`` for weights outside the device's own memory."""
-    return sharding_type if kernel in KERNELS and memory_of(kernel) == "device" else f"{sharding_type} {kernel}"
+    return sharding_type if kernel in KERNELS and kernel_of(kernel).memory == "device" else f"{sharding_type} {kernel}"
 
 
 Case = TypeVar("Case")
@@ -130,7 +125,6 @@ class TableFacts:
     optimizer: str
     """FBGEMM's name of the in-backward optimizer, in lower case."""
     weight_bytes: int
-    """Bytes of one weight."""
     is_mean: bool
     is_weighted: bool
     """True if the module asks for weights of lookups, or batches are known to have them."""
@@ -142,7 +136,6 @@ class TableFacts:
     replicas_follow: bool
     """True if attached optimizers equal the table's own, see ``replica_rules.py``."""
     quantized: Quantized | None
-    """Storage of a quantized table; None for tables that are trained."""
     varied_batches: bool
     """True if batch sizes of its module are known to vary by feature."""
     grid_takes_varied_batches: bool
