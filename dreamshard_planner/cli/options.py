@@ -123,9 +123,11 @@ RANKS = COUNT("--gpus-per-node", "--ranks", help="Ranks of each node: GPUs, or w
 NODES = COUNT(help="Nodes.")
 BATCH_SIZE = COUNT(help="Samples in the batch of one rank.")
 Device = Literal["cpu", "cuda"]
-Effort = Literal["quick", "default", "thorough"]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard plan or DreamShardPlanner.save_plan.")]
-PlanOutput = Annotated[Path | None, OUTPUT(help="Plan to write, .json: JsonPlanLoader reads it in training.")]
+PlanOutput = Annotated[
+    Path | None,
+    OUTPUT(help="Plan to write, .json: JsonPlanLoader reads it in training, if --tables named the model's function."),
+]
 HtmlOption = Annotated[
     Path | None, OUTPUT(help="Page to write, .html: the report in one file, without scripts or network.")
 ]
@@ -156,7 +158,7 @@ class SearchOptions:
 
     costs: CostsOption = None
     effort: Annotated[
-        Effort | None,
+        Literal["quick", "default", "thorough"] | None,
         FURTHER(
             help="Number of plans to try. Without it: that of the plan file, otherwise default; in what-if: quick."
         ),

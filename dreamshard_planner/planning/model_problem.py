@@ -44,12 +44,8 @@ from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableSharding
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.problem.reader import OptionReader, check_topology
-from dreamshard_planner.search_space.constraints import (
-    AllowedTypes,
-    PlanningConstraints,
-    constraints_by_name,
-    planning_constraints,
-)
+from dreamshard_planner.search_space.allowed_types import AllowedTypes
+from dreamshard_planner.search_space.constraints import PlanningConstraints, constraints_by_name, planning_constraints
 from dreamshard_planner.search_space.enumeration import mixed_exchanges
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
@@ -61,7 +57,7 @@ from dreamshard_planner.search_space.modules import (
 )
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.support.formatting import memory_in_words
+from dreamshard_planner.support.formatting import first_of, memory_in_words
 from dreamshard_planner.support.reproducible import canonical, digest, single_thread
 from dreamshard_planner.workload.lookups import FeatureStatistics
 
@@ -281,6 +277,14 @@ class ModelProblem:
             PlannerError: the file was made for other inputs; its plan does not fit, or breaks a rule; a table is
                 sharded in a way that was not enumerated for it; or as of :meth:`options`.
         """
+        if not saved.inputs.tables.keys() & self.inputs.tables.keys():
+            planned, known = (first_of(sorted(inputs.tables)) for inputs in (saved.inputs, self.inputs))
+            raise PlannerError(
+                f"{saved.name} has none of the model's tables: it is for {planned}, and the model has {known}. Plan "
+                "the model itself, offline by dreamshard plan --tables module:function. Tables of a JSON list have "
+                "paths of their own.",
+                PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
+            )
         if stale := list(stale_differences(saved.inputs, self.inputs)):
             raise PlannerError(
                 f"{saved.name} was made for something else (then -> now): {'; '.join(stale)}. Load the plan that "

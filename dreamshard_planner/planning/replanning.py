@@ -263,19 +263,31 @@ class Held:
         """Ranks that are left take the numbers from 0 on, in their order; those past the planned model's are lost.
         ValueError for lost ranks that there are not."""
         world_size, given, lost = model.left.world_size, tables_of(current), sorted(set(lost))
-        ranks_now = current.inputs.topology.world_size if isinstance(current, SavedPlan) else None
-        if odd := [rank for rank in lost if rank < 0 or (ranks_now is not None and rank >= ranks_now)]:
-            of = f": the plan that runs is for {ranks_now} ranks" if ranks_now else ""
-            raise ValueError(f"there is no rank {odd[0]} to be lost{of}")
+        known = {
+            fqn: sharding_of(fqn, given[fqn], (declared.rows, declared.dim))
+            for fqn, declared in model.inputs.tables.items()
+            if fqn in given
+        }
+        if isinstance(current, SavedPlan):
+            ranks_now = current.inputs.topology.world_size
+        else:  # as many as are left and lost, or more if tables lie there
+            used = max((1 + shard.rank for table in known.values() for shard in table.shards), default=0)
+            ranks_now = max(world_size + len(lost), used)
+        if odd := [rank for rank in lost if not 0 <= rank < ranks_now]:
+            raise ValueError(f"there is no rank {odd[0]} to be lost: the plan that runs is for {ranks_now} ranks")
         before = current.inputs.tables if isinstance(current, SavedPlan) else {}
         shards, whole, gone = {}, {}, set(lost)
         new: list[str] = []
         changed: list[str] = []
         for fqn, declared in model.inputs.tables.items():
-            if fqn not in given or before.get(fqn, declared).weights != declared.weights:
-                (changed if fqn in given else new).append(fqn)
+            if fqn not in known:
+                new.append(fqn)
                 continue
-            table = sharding_of(fqn, given[fqn], (declared.rows, declared.dim))
+            table = known[fqn]
+            of_other_weights = before.get(fqn, declared).weights != declared.weights
+            if of_other_weights or table.extent != (declared.rows, declared.dim):
+                changed.append(fqn)
+                continue
             ranks = {shard.rank: shard.rank - sum(rank < shard.rank for rank in lost) for shard in table.shards}
             gone |= {rank for rank, now in ranks.items() if now >= world_size}
             left = [replace(shard, rank=ranks[shard.rank]) for shard in table.shards if shard.rank not in gone]

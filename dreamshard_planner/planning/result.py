@@ -28,7 +28,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.search import SearchResult, search
-from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
+from dreamshard_planner.search_space.allowed_types import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import (
     by_table,
@@ -54,6 +54,8 @@ NAMED = 3
 """Features, or tables, named in one note."""
 FIGURE_EFFORT = 0.1
 """Candidates of the search for a figure, as a share of the plan's."""
+OTHER_BATCH = 8
+"""Ratio of two batch sizes from which on a report notes it."""
 NOTHING = 1e-3
 """Share of a cost below which a difference is not reported."""
 MAX_SHARDS = 4_000
@@ -153,7 +155,7 @@ class PlanResult:
 
 def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
     rated, now = model.rated(plan), libraries()
-    changed = [*differences(saved.inputs, model.inputs)]
+    changed = differences(saved.inputs, model.inputs)
     changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
     then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
     alike = sources == (then.cost_source, then.collectives_source) and math.isclose(
@@ -196,7 +198,7 @@ def assumptions(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
             *noted("optimizer", [missing_optimizers(plan, model.context.reader)]),
             *_lookups(model, plan),
             *_popularity(model.context, plan),
-            *_batch_size(plan, model.settings.given_batch_size),
+            *_batch_size(model, plan),
             *_samples(model, plan),
             *_host_memory(model.ranks.topology, plan),
         )
@@ -246,12 +248,23 @@ def _popularity(context: PlanRater, plan: Sequence[ShardingOption]) -> tuple[Not
     return (Note("assumption", text, {"tables": float(len(names)), "exponent": POPULARITY_EXPONENT}),)
 
 
-def _batch_size(plan: Sequence[ShardingOption], given: int | None) -> tuple[Note, ...]:
-    if given is not None or not plan:
+def _batch_size(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Return a note on an assumed batch size, or on statistics of batches of another size."""
+    known: Mapping[str, FeatureStatistics] = model.settings.statistics or {}
+    features = {name for option in plan for name in model.context.reader.declared(option).features}
+    reused = [known[name].samples for name in features & known.keys() if known[name].reuse_histogram]
+    counted = max(reused, default=0)
+    size = model.settings.batch_size
+    if model.settings.given_batch_size is None and plan:
+        text = f"a local batch of {size} samples is assumed, TorchRec's default: costs are nearly proportional to it"
+    elif counted and not 1 / OTHER_BATCH <= size / counted <= OTHER_BATCH:
+        text = (
+            f"statistics were counted in batches of {counted:,} samples, and the plan is for {size:,}: how often a "
+            "batch reads a row again is extrapolated; statistics of such batches tell"
+        )
+    else:
         return ()
-    batch_size = plan[0].batch_size
-    text = f"a local batch of {batch_size} samples is assumed, TorchRec's default: costs are nearly proportional to it"
-    return (Note("assumption", text, {"batch_size": float(batch_size)}),)
+    return (Note("assumption", text, {"batch_size": float(size)}),)
 
 
 def _samples(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:

@@ -130,12 +130,13 @@ def torchrec_plan(
     Args:
         search_space: options with TorchRec's estimates; not changed.
         topology: with the memory that the storage reservation left.
-        effort: number of proposals, as a multiple of the default's.
+        effort: number of proposals, as a multiple of the default's; below 1 it counts as 1, since a baseline that was
+            hardly searched for would flatter our plan.
     """
     size = len({option.fqn for option in search_space}) * topology.world_size
     least = LEAST_PROPOSALS if size < SHARDS_OF_ONE else 1
     # Shared evenly by TorchRec's four proposers.
-    proposals = portion(max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size)), effort)
+    proposals = portion(max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size)), max(1.0, effort))
     read: list[Any] = [_AsRead(option) for option in search_space]
     best: tuple[float, list[ShardingOption]] | None = None
     proposers = [

@@ -103,13 +103,16 @@ def _in_words(kind: type, document: Any, mistake: Mapping[str, Any]) -> str:
             document = document[part]
         except (LookupError, TypeError):
             continue  # a key that is missing, or the name of an alternative
-        place += f".{part}" if place else str(part)
+        named = str(part) or '""'  # the path of a model's root
+        place += f".{named}" if place else named
     if mistake["type"] == UNKNOWN:
         known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else []
         return f"unknown key {brief(place)}{nearest(key, known)}"
     prefix = f"{place}: " if place else ""
     if mistake["type"] == "missing":
         return f"{prefix}lacks {key!r}"
+    if mistake["type"] == "too_short":
+        return f"{prefix}must have at least {mistake['ctx']['min_length']} entry, got {brief(mistake['input'])}"
     if mistake["type"] == "value_error":
         return prefix + brief(mistake["ctx"]["error"])
     return f"{prefix}{mistake['msg'].replace('Input should', 'must')}, got {brief(mistake['input'])}"

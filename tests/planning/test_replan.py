@@ -258,10 +258,14 @@ def test_what_a_job_of_a_file_lacks_is_not_told_as_changed(tmp_path: Path) -> No
 def test_changed_tables_are_told_from_new_ones_and_carry_weights_of_the_same_shape() -> None:
     arguments = {"sharding_types": ["table_wise"], "topology": topology(3)}
     module = model("abc")
-    current = planned(module=module, **arguments).saved_plan()
+    made = planner(**ROOMY, statistics=statistics(), **arguments)
+    running = made.plan(module, SHARDERS)
+    current = made.saved_plan()
     for other, told in ((model("abc", rows=5000), "changed"), (model("def"), "new")):
-        found = planned(module=other, **arguments).replan(current, steps=0)
-        assert found.forced[0].startswith(f"{told}: 'sparse.") and found.chosen.bytes_moved == 0
+        after = planned(module=other, **arguments)
+        for given in (current, running):
+            found = after.replan(given, steps=0)
+            assert found.forced[0].startswith(f"{told}: 'sparse.") and found.chosen.bytes_moved == 0
     other = model("abc", pooling=PoolingType.MEAN)
     found = planned(module=other, **{**arguments, "topology": topology(2)}).replan(current, steps=0, lost=[0])
     homeless = [table for table in current.sharding["sparse"].values() if table.shards[0].rank == 0]
@@ -299,7 +303,7 @@ def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_byt
 
 
 def test_bad_input_names_itself() -> None:
-    made = then()
+    made, running = then(), planner(**ROOMY, statistics=statistics()).plan(model(), SHARDERS)
     saved = made.saved_plan()
     for arguments, words in (
         ({"steps": -1}, "steps must be a whole number from 0, got -1"),
@@ -311,8 +315,9 @@ def test_bad_input_names_itself() -> None:
         ({"steps": 1, "lost": [0, 9]}, "no rank 9 "),
         ({"steps": 1, "lost": [-1]}, "no rank -1 "),
     ):
-        with pytest.raises(ValueError, match=words):
-            made.replan(saved, **arguments)
+        for current in (saved, running):
+            with pytest.raises(ValueError, match=words):
+                made.replan(current, **arguments)
     with pytest.raises(PlanError, match=r"nowhere\.json"):
         made.replan("nowhere.json", steps=1)
 

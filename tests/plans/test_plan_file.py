@@ -115,6 +115,10 @@ STALE: list[tuple[dict[str, Any], str]] = [
     ({"model": model(rows=1001)}, "rows of table 't0' 1,000 -> 1,001"),
     ({"model": of_tables(0, 1, 2, 3, 4)}, "'t4' is new"),
     ({"model": of_tables(0, 1, 3), "statistics": None}, "'t2' is gone"),
+    (
+        {"model": nn.ModuleDict({"over": model()}), "statistics": None},
+        "has none of the model's tables: it is for t0, .*the model has over.t0, .*--tables module:function",
+    ),
     ({"topology": topology(3)}, "number of ranks 2 -> 3"),
     (
         {"constraints": {"t1": ParameterConstraints(min_partition=8)}},

@@ -230,6 +230,14 @@ def test_only_what_nobody_said_is_assumed() -> None:
     assert "6 of 9 features (t2_f0," in note.text
 
 
+@pytest.mark.parametrize(("batch_size", "noted"), [(64, False), (128, False), (256, True), (1, True)])
+def test_statistics_of_batches_of_another_size_are_noted(batch_size: int, noted: bool) -> None:
+    counted = TableStatistics({"t_f0": FeatureStatistics(2.0, (1.0, *[0.0] * 16), batch_size=16)})
+    made = planned(collection(table("t")), statistics=counted, batch_size=batch_size)
+    texts = [note.text for note in made.report().notes if note.code == "assumption"]
+    assert any(text.startswith("statistics were counted in batches of 16 samples") for text in texts) == noted
+
+
 @pytest.mark.parametrize(("rows", "cost_source"), [(1000, "roofline"), (10, "auto"), (1_000_000, "auto")])
 def test_ten_lookups_cost_no_less_than_one(rows: int, cost_source: str) -> None:
     """The network's error exceeds the cost of nearly empty kernels."""
