@@ -49,7 +49,7 @@ class EstimatedMDP:
         order_S = torch.argsort(-cost.single_ms_P.float(), stable=True)
         self._cost, self._place_S = cost, order_S.argsort()
         self.features_SF = problem.features_PF[order_S]
-        self._latent_SH = cost.latent_PH[order_S, : cost.compute.approximate_channels].float()
+        self._latent_SH = cost.latent_PH[order_S].float()
         self._bytes_S = problem.bytes_PC.sum(-1).float()[order_S]
         self._need_SM = problem.needs_PM[order_S]
         self._ideal_ms = cost.single_ms_P.float().sum().clamp_min(1e-9) / problem.num_ranks

@@ -95,8 +95,6 @@ class ComputeCost(ABC):
     """Cost of fused groups. Shards are encoded once; a group is the *sum* of its shards' latents."""
 
     source: CostSource
-    approximate_channels: int | None = None
-    """Leading latent channels that :meth:`approximate_ms` reads; None: all. Only these are summed for it."""
     approximates: bool = False
     """True if :meth:`approximate_ms` differs from :meth:`group_cost_ms`, so that the best by it must be rated."""
 
@@ -167,8 +165,6 @@ class AdjustedCost(ComputeCost):
 
     def __init__(self, compute: ComputeCost, corrections: Corrections | None = None, learned: str = "") -> None:
         self._compute, self.source, self.approximates = compute, compute.source, compute.approximates
-        inner = compute.approximate_channels
-        self.approximate_channels = None if inner is None else self._OWN + inner
         self._learned = learned
         if learned:
             prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")

@@ -118,7 +118,6 @@ class CostNetwork(nn.Module, ComputeCost):
             self.table.weights[-1].mul_(0.1)
             self.head.weights[-1].zero_()
         self.roofline: RooflineCost | None = None
-        self.approximate_channels = len(WORK) + 2 + config.context  # of the work, and of the first member
         if prior is None:
             self.log_floor_E2 = nn.Parameter(torch.full((members, 2), -4.0))
         else:
@@ -133,7 +132,6 @@ class CostNetwork(nn.Module, ComputeCost):
         values = [getattr(prior, name) for name in _DEVICE] + [getattr(prior.kernels, name) for name in _KERNELS]
         self.register_buffer("prior", torch.tensor(values, dtype=torch.float64))
         self.roofline = prior
-        self.approximate_channels = len(WORK) + prior.channels + self.config.context
 
     def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
         super()._load_from_state_dict(*arguments, **options)

@@ -171,22 +171,9 @@ class EstimatedMDP:
         if laid is not None:
             self._take_up(laid)
         listed = self._shortlist(actions, sweep)
-        rank_EOK = (listed.position_EOK * actions.span_O[:, None]).clip(max=self.task.problem.num_ranks - 1)
-        rated_EOK = self._rated(actions, laid, rank_EOK)
-        self._add_compute(actions, listed, rank_EOK, rated_EOK)
+        rated_EOK = self._rated(actions, laid, listed)
         types_EN = self.types_ETN[:, step] if laid is None and self.types_ETN is not None else None
         return self._placed(actions, sweep, listed, rated_EOK, types_EN)
-
-    def _add_compute(
-        self, actions: TableActions, listed: Shortlist, rank_EOK: np.ndarray, rated_EOK: np.ndarray
-    ) -> None:
-        """Write the rated compute into a shortlist, in place of its estimates."""
-        span_O1, highest_EO1 = actions.span_O[:, None], listed.highest_EOR[..., :1]
-        before_ED, episode_E11 = self.height_ERD[:, 0], np.arange(len(rank_EOK))[:, None, None]
-        more_EOK = _added_powers(before_ED[episode_E11, rank_EOK], rated_EOK, highest_EO1, listed.doublings)
-        listed.more_EOKR[..., 0] = span_O1 * more_EOK
-        listed.mean_EOKR[..., 0] = span_O1 * rated_EOK / listed.ranks
-        listed.sum_EOR[..., 0] = _powers(before_ED[:, None] / highest_EO1, listed.doublings).sum(-1)
 
     def _placed(
         self, actions: TableActions, sweep: Sweep, listed: Shortlist, rated_EOK: np.ndarray, types_EN: np.ndarray | None
@@ -252,10 +239,13 @@ class EstimatedMDP:
             ranks=ranks,
         )
 
-    def _rated(self, actions: TableActions, laid: Laid | None, rank_EOK: np.ndarray) -> np.ndarray:
-        """Rate what the first part of each option would add to the compute of these ranks, [E, O, K], and the fused
-        groups that the table was taken from."""
-        cell = np.arange(len(rank_EOK))[:, None, None], actions.group_O[:, None], rank_EOK
+    def _rated(self, actions: TableActions, laid: Laid | None, listed: Shortlist) -> np.ndarray:
+        """Rate what the first part of each option would add to the compute of the shortlisted ranks, [E, O, K], in
+        place of the estimates; and the fused groups that the table was taken from."""
+        span_O1 = actions.span_O[:, None]
+        rank_EOK = (listed.position_EOK * span_O1).clip(max=listed.ranks - 1)
+        episode_E11 = np.arange(len(rank_EOK))[:, None, None]
+        cell = episode_E11, actions.group_O[:, None], rank_EOK
         sums_EOKZ = self.sums_EGDZ[cell] + self._own_PZ[actions.part_Q[actions.first_O]][:, None]
         sums_XZ = sums_EOKZ.reshape(-1, sums_EOKZ.shape[-1])
         if laid is None:
@@ -263,7 +253,12 @@ class EstimatedMDP:
         else:
             height_X = self._compute(np.concatenate([sums_XZ, self.sums_EGDZ[laid.cell]]))
             self._set_compute(laid.cell, height_X[len(sums_XZ) :])
-        return np.asarray(height_X[: len(sums_XZ)].reshape(rank_EOK.shape) - self.group_EGD[cell])
+        rated_EOK: np.ndarray = height_X[: len(sums_XZ)].reshape(rank_EOK.shape) - self.group_EGD[cell]
+        before_ED, highest_EO1 = self.height_ERD[:, 0], listed.highest_EOR[..., :1]
+        more_EOK = _added_powers(before_ED[episode_E11, rank_EOK], rated_EOK, highest_EO1, listed.doublings)
+        listed.more_EOKR[..., 0], listed.mean_EOKR[..., 0] = span_O1 * more_EOK, span_O1 * rated_EOK / listed.ranks
+        listed.sum_EOR[..., 0] = _powers(before_ED[:, None] / highest_EO1, listed.doublings).sum(-1)
+        return rated_EOK
 
     def _fits(self, actions: TableActions) -> np.ndarray:
         """Return whether a unit of each option finds room at each position, bool [E, O, N]."""

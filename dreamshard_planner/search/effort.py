@@ -45,7 +45,3 @@ class Budget:
             return False
         self.cut_short = self.cut_short or self.deadline.left() == 0.0
         return not self.cut_short
-
-    def spend(self, candidates: int) -> None:
-        """Count candidates as tried."""
-        self.used += candidates

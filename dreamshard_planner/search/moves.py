@@ -179,7 +179,7 @@ def _descend(
         bottlenecks = _bottlenecks(states, row_B, best.unit)
         bottleneck_B = torch.stack(bottlenecks, -1).gather(1, turn_B[:, None])[:, 0]
         improved_B, candidates = improve(states, row_B, bottleneck_B, best.unit)
-        budget.spend(candidates)
+        budget.used += candidates
         failed_B = torch.where(improved_B, 0, failed_B + 1)
         turn_B = torch.where(improved_B, turn_B, (turn_B + 1) % len(bottlenecks))
         stuck_B = failed_B == len(bottlenecks)
@@ -298,8 +298,7 @@ class Step:
         """Return the cost of the bottleneck and of the other rank after every move and swap, both [B, N, A]: swaps as
         if the effects of leaving and arriving added up."""
         states, assignment_BP, group_P = self._states, self._assignment_BP, self._states.problem.group_P
-        seen = states.cost.compute.approximate_channels
-        latent_PH, latent_BDGH = states.cost.latent_PH[:, :seen], states.latent_DGH[..., :seen]
+        latent_PH, latent_BDGH = states.cost.latent_PH, states.latent_DGH
         row_B1, here_B1, group_BN = self._row_B[:, None], self._here_B[:, None], group_P[leaving_BN]
         places = (
             (row_B1, here_B1, group_BN),

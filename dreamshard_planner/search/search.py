@@ -180,7 +180,7 @@ class _Descents:
         ended: Sharding | None = None
         while budget.left():
             before = in_steps(state.overall_ms(), unit)
-            budget.spend(state.improve(budget.limit - budget.used, budget.left))
+            budget.used += state.improve(budget.limit - budget.used, budget.left)
             if state.sharding is ended:
                 break
             moved, has_ended = self._moved(state.sharding)
