@@ -390,34 +390,33 @@ class Interconnect:
 
     def reduce_scatter(self) -> CollectiveModel:
         """Return the model between all ranks; an all-gather takes as long."""
-        return self._world(self._ring(1), self._rings(1))
+        return self._rings(1, 1)
 
     def all_reduce(self) -> CollectiveModel:
         """Return the model between all ranks; an n-th of the tensor counts as the bytes to each peer. A tree sends
         the tensor to each other host once and back, a ring to each other rank."""
         once = (1 - 1 / self.ranks) / max(0.5, 1 - 1 / self.hosts)
-        return self._world(self._ring(1 / 2), self._rings(once / 2))
+        return self._rings(1 / 2, once / 2)
 
     def host_reduce_scatter(self) -> CollectiveModel:
         """Return the model between the ranks of one host; an all-gather takes as long."""
-        return self._model(self.ranks_per_host, self._ring(1), math.inf, between=False)
+        return self._model(self.ranks_per_host, min(self._inside, self.reached.ringed_bytes_per_ms), between=False)
 
     def across(self) -> CollectiveModel:
         """Return the all-to-all between the ranks of the same place on every host."""
         # As many go on side by side as a host has ranks.
-        shared_bytes_per_ms = self.hosts * self._copied / self.ranks_per_host
-        return self._model(self.hosts, self._all_to_all, shared_bytes_per_ms, between=True)
+        return self._model(self.hosts, self._all_to_all, True, self.hosts * self._copied / self.ranks_per_host)
 
     def all_to_one(self) -> CollectiveModel:
         """Return the model from all ranks to one, over its host's link and then the network. All ranks count as
         sending alike, itself included."""
         if self.ranks == 1:
-            return self._model(1, self.inside_bytes_per_ms, math.inf, between=False)
+            return self._model(1, self.inside_bytes_per_ms, between=False)
         inside = (self.ranks_per_host - 1) / self.inside_bytes_per_ms
         links = inside + (self.ranks - self.ranks_per_host) / self.between_bytes_per_ms
         ms_per_byte = (links + (self.ranks - 1) / self.memory_bytes_per_ms) / self.ranks
         # Of two ends, so that nothing counts but the bytes of all ranks together.
-        model = self._model(2, MAX_BYTES_PER_MS, 1 / ms_per_byte, between=self.ranks_per_host == 1)
+        model = self._model(2, MAX_BYTES_PER_MS, self.ranks_per_host == 1, 1 / ms_per_byte)
         return replace(model, latency_ms=LATENCY_MS)
 
     @property
@@ -432,23 +431,21 @@ class Interconnect:
     def _copied(self) -> float:
         return min(self.memory_bytes_per_ms, self.reached.copied_bytes_per_ms)
 
-    def _ring(self, share: float) -> float:
-        """Return the rate of a rank in rings that reach so large a share of its link."""
-        return min(self._inside * share, self.reached.ringed_bytes_per_ms)
-
-    def _rings(self, share: float) -> float:
-        """Return the rate of a rank in rings that reach so large a share of its host's network."""
+    def _rings(self, inside: float, between: float) -> CollectiveModel:
+        """Return the model of rings that reach such shares of a rank's link and of its host's network."""
         network = self.ranks_per_host * self.between_bytes_per_ms * self.reached.rings
-        return min(network * share, self.reached.ringed_bytes_per_ms)
+        rates = self._inside * inside, network * between
+        return self._world(*(min(rate, self.reached.ringed_bytes_per_ms) for rate in rates))
 
     def _world(self, inside: float, between: float) -> CollectiveModel:
         """Return a model between all ranks, at the speed of the slowest link."""
         if self.hosts == 1:
-            return self._model(self.ranks, inside, math.inf, between=False)
-        slowest = between if self.ranks_per_host == 1 else min(inside, between)
-        return self._model(self.ranks, slowest, math.inf, between=True)
+            return self._model(self.ranks, inside, between=False)
+        return self._model(self.ranks, between if self.ranks_per_host == 1 else min(inside, between), between=True)
 
-    def _model(self, ranks: int, bytes_per_ms: float, shared_bytes_per_ms: float, between: bool) -> CollectiveModel:
+    def _model(
+        self, ranks: int, bytes_per_ms: float, between: bool, shared_bytes_per_ms: float = math.inf
+    ) -> CollectiveModel:
         given = self.between_bytes_per_ms if between else min(self.inside_bytes_per_ms, self.memory_bytes_per_ms)
         latency_ms = self.reached.between_ms if between else self.reached.inside_ms
         prior = "prior from published times of NCCL, " if self.reached is NCCL else "prior from gloo elsewhere, "
