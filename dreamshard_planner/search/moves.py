@@ -71,6 +71,11 @@ class PlacementState(State):
         return self.problem.bytes_PC.T[self.exchanges.column_K].contiguous()
 
     @cached_property
+    def sending_C(self) -> Tensor:
+        """True for these collectives, except those that cost nothing."""
+        return self.problem.bytes_PC.any(0) & (self.sent_ms_per_byte_C1[:, 0] > 0)
+
+    @cached_property
     def other_collectives_ms(self) -> Tensor:
         """Milliseconds of the other collectives."""
         return self.problem.collectives.ms(self.bytes_CD[0].masked_fill(self.problem.bytes_PC.any(0)[:, None], 0.0))
@@ -170,8 +175,9 @@ def _descend(
     perturbed: Callable[[int], Tensor] | None = None,
     patience: int = 0,
 ) -> None:
-    """Descend steeply on each placement's slowest rank and on the one that sends longest, in turns. A placement that
-    can get no further is replaced by one of ``perturbed``, if given, until patience ends."""
+    """Descend steeply on each placement's slowest rank, on the one that sends longest in all, and on those that do in
+    each collective, in turns. A placement that can get no further is replaced by one of ``perturbed``, if given, until
+    patience ends."""
     every_B = row_B = torch.arange(len(states.assignment_BP))
     turn_B, failed_B = torch.zeros_like(row_B), torch.zeros_like(row_B)
     fruitless = 0
@@ -196,10 +202,11 @@ def _descend(
 
 
 def _bottlenecks(states: PlacementState, row_B: Tensor, unit: float) -> list[Tensor]:
-    """Return ranks of some placements, [B] each: the slowest, and the one that sends longest."""
-    loads_BD, exchanges = [in_steps(states.device_ms_D[row_B], unit)], states.exchanges
-    if exchanges.sent_ms_per_byte_K.any():
-        loads_BD.append(exchanges.sent_ms_per_byte_K @ states.bytes_CD[row_B][:, exchanges.column_K])
+    """Return ranks of some placements, [B] each: the slowest, and the ones that send longest, in all and in each
+    collective."""
+    sent_BCD = (states.bytes_CD[row_B] * states.sent_ms_per_byte_C1)[:, states.sending_C]
+    in_all = [sent_BCD.sum(1)] if sent_BCD.shape[1] > 1 else []
+    loads_BD = [in_steps(states.device_ms_D[row_B], unit), *in_all, *sent_BCD.unbind(1)]
     return [load_BD.argmax(-1) for load_BD in loads_BD]
 
 

@@ -111,10 +111,11 @@ class State:
     def square(self, device_ms_XD: Tensor, bytes_XCD: Tensor) -> Tensor:
         """Return the sum of squares of the ranks' milliseconds, [X]: of compute, and of what each sends in each
         collective. Of plans that cost the same, the one with the lower sum is nearer to a cheaper one."""
-        return device_ms_XD.square().sum(-1) + (bytes_XCD * self._sent_ms_per_byte_C1).square().sum((-2, -1))
+        return device_ms_XD.square().sum(-1) + (bytes_XCD * self.sent_ms_per_byte_C1).square().sum((-2, -1))
 
     @cached_property
-    def _sent_ms_per_byte_C1(self) -> Tensor:
+    def sent_ms_per_byte_C1(self) -> Tensor:
+        """Milliseconds that one byte to each peer takes in each collective, latencies left out."""
         return torch.stack(self.problem.collectives.alone_ms_per_byte()).sum(0)[:, None]
 
     def overall_ms(self) -> Tensor:

@@ -37,6 +37,8 @@ PATIENCE = 8
 """Perturbations without a gain worth having, one after the other, at which re-sharding ends."""
 WORTH = 1e-3
 """Share of the cost by which a perturbation has to lower it to count as a gain."""
+TURNS = 0.5
+"""Share of the budget in which all starts, and the best group move of each, have one turn each."""
 PERTURBED_TABLES = 3
 """Tables that a perturbation shards another way at random."""
 FURTHER_SHARE = 0.85
@@ -112,10 +114,12 @@ def search(
     descents = _Descents(cost, first[0], effort, seed, budget)
     if not _can_reshard(cost.problem):
         return descents.result(first, in_time, extra)
+    # For the same reason each start has a turn before one may use up the budget.
+    turn = int(TURNS * budget.limit / (2 * len(first)))
     for start in first:
-        descents.descend(start)
+        descents.descend(start, turn)
         if budget.left() and (variants := group_moves(cost, asked, start, effort)):
-            descents.descend(min(variants, key=cost.overall_ms))
+            descents.descend(min(variants, key=cost.overall_ms), turn)
     fruitless = 0
     while budget.left() and fruitless < portion(PATIENCE, effort):
         worth_it = descents.best_ms * (1 - WORTH)
@@ -173,14 +177,15 @@ class _Descents:
     def _state(self, sharding: Sharding) -> ShardingState:
         return ShardingState(self._cost, sharding, self._unit)
 
-    def descend(self, start: Sharding) -> None:
-        """Re-shards, then moves and swaps, in turns until neither helps."""
+    def descend(self, start: Sharding, turn: int | None = None) -> None:
+        """Re-shards, then moves and swaps, alternately until neither helps, or so many re-shards are tried."""
         unit, budget = self._unit, self.budget
+        end = budget.limit if turn is None else min(budget.limit, budget.used + turn)
         state = self._state(start)
         ended: Sharding | None = None
         while budget.left():
             before = in_steps(state.overall_ms(), unit)
-            budget.used += state.improve(budget.limit - budget.used, budget.left)
+            budget.used += state.improve(end - budget.used, budget.left)
             if state.sharding is ended:
                 break
             moved, has_ended = self._moved(state.sharding)
@@ -189,7 +194,7 @@ class _Descents:
             after = in_steps(state.overall_ms(), unit)
             if after < in_steps(torch.tensor(self.best_ms, dtype=torch.float64), unit):
                 self.best, self.best_ms = state.sharding, float(state.overall_ms())
-            if after >= before:
+            if after >= before or budget.used >= end:
                 break
 
     def _moved(self, sharding: Sharding) -> tuple[Sharding, bool]:
