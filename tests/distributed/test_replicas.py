@@ -207,7 +207,7 @@ def test_replicas_train_as_whole_tables(trained: list[dict[str, dict[str, Traine
         assert whole.weights.keys() == replicated.weights.keys() == set(NAMES)
         named = partial("{}: {}".format, name)
         for table, weight in whole.weights.items():
-            torch.testing.assert_close(replicated.weights[table], weight, rtol=1e-5, atol=1e-6, msg=named)
+            torch.testing.assert_close(replicated.weights[table], weight, rtol=1e-4, atol=1e-5, msg=named)
         for of_rank in trained:
             for table in REPLICATED:
                 assert torch.equal(of_rank[name][DP].weights[table], replicated.weights[table]), (name, table)
@@ -222,7 +222,7 @@ def test_training_resumes_from_a_checkpoint(found: list[dict[str, Any]]) -> None
     for of_rank in found:
         for resumed in of_rank["resumed"]:
             for table, weight in of_rank["trained"]["row-wise adagrad"][DP].weights.items():
-                torch.testing.assert_close(resumed.weights[table], weight, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(resumed.weights[table], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_are_reduced_once(found: list[dict[str, Any]]) -> None:
