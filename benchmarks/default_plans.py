@@ -39,8 +39,8 @@ from common.output import append, opened, quiet, table_of
 from common.tasks import RANKS_PER_HOST, FullTask, named_task, random_tables
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.estimators import estimate_all, torchrec_estimators
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import sharding_in_words

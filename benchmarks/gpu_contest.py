@@ -54,8 +54,8 @@ from dreamshard_planner import DreamShardPlanner, TableStatistics
 from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.workload.pools import named_pool, pool_tables

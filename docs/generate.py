@@ -127,7 +127,7 @@ def never_proposed() -> str:
 
 
 def states() -> str:
-    """The table of rules.py."""
+    """The table of rules in across_plans/reading.py."""
     from dreamshard_planner.across_plans.reading import RULES
 
     rows = (

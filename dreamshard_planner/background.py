@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> None:
 
 def lower_priority() -> None:
     """Leave the processor to the training, on Linux also where each session gets its own share of it (autogroups)."""
-    os.nice(19)
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
     if os.getsid(0) == os.getpid():
         with suppress(OSError):  # no autogroups
             Path("/proc/self/autogroup").write_text("19")

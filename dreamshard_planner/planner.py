@@ -51,10 +51,10 @@ from dreamshard_planner.planning.ranks import (
     check_ranks,
     check_tables,
     gathered,
+    hardware_in_words,
     place_on_hosts,
     plan_on_rank_0,
     read_topology,
-    told,
     topology_here,
 )
 from dreamshard_planner.planning.remembered import Remembered
@@ -339,7 +339,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         def make() -> ShardingPlan:
             if found is not None:
                 topology, groups = read_topology(*found), self._settings.sharding_groups
-                self._ranks = PlannedRanks.of(topology, self._checkpoint, groups, told(topology, found[1]))
+                self._ranks = PlannedRanks.of(topology, self._checkpoint, groups, hardware_in_words(topology, found[1]))
                 self._topology: Topology = self._ranks.topology
             if device not in (None, self._topology.compute_device):
                 raise DreamShardError(

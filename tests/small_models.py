@@ -27,8 +27,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.offline.jobs import SCHEMA
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 
 SHARDERS = [EmbeddingBagCollectionSharder()]

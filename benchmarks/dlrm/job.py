@@ -26,9 +26,9 @@ from dlrm.options import OPTIMIZERS, SIZES, Config, Node
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.measure.kernels import draw_inputs
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search_space.sharding_types import DP, SHARDING_TYPES

@@ -113,12 +113,12 @@ def _topologies() -> Iterator[Finding]:
     import torch
 
     from dreamshard_planner import devices
-    from dreamshard_planner.planning.ranks import RankHardware, read_topology, told
+    from dreamshard_planner.planning.ranks import RankHardware, hardware_in_words, read_topology
 
     sizes = {"cpu": 1} if devices.read_card() is None else {"cpu": 1, "cuda": max(1, torch.cuda.device_count())}
     for device, size in sizes.items():
         ranks = [RankHardware.here(device)] * size
-        yield Finding(f"topology on {device}", told(read_topology(device, ranks, size), ranks))
+        yield Finding(f"topology on {device}", hardware_in_words(read_topology(device, ranks, size), ranks))
 
 
 def _own_checkpoints() -> Finding:

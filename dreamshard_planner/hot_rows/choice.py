@@ -23,8 +23,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.hot_rows.replicas import why_not_hot_rows
 from dreamshard_planner.hot_rows.sharded import HotRowsSharder
-from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.planning.model_problem import ModelProblem
+from dreamshard_planner.planning.rater import RatedPlan
 from dreamshard_planner.plans.report import Note
 from dreamshard_planner.problem.parts import HOT_LOOKUP_PASSES
 from dreamshard_planner.problem.reader import OptionReader
@@ -181,7 +181,7 @@ def _rated(
         elif hot_rows_of(option):
             option = with_hot_rows(option, None)
         options.append(option)
-    model.context.complete(options)
+    model.context.estimate_missing(options)
     return model.context.rated(options, model.left)
 
 

@@ -14,8 +14,8 @@ import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
-from dreamshard_planner.planning.context import RatedPlan
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
+from dreamshard_planner.planning.rater import RatedPlan
 from dreamshard_planner.planning.result import assumptions
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState

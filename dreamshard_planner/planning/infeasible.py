@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Problem, has_room
-from dreamshard_planner.planning.context import RatedPlan
+from dreamshard_planner.planning.rater import RatedPlan
 from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, reasons_in_words
 from dreamshard_planner.search_space.options import lacks_room
 from dreamshard_planner.support.formatting import NAMED, memory_in_words

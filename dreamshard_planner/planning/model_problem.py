@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The planning problem of one model, by which any plan of the model is rated, saved, loaded and explained."""
+"""The planning problem of one model, which rates, saves and loads plans of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner import __version__
 from dreamshard_planner.measure.hardware import library_versions
-from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.given_plans import (
     GivenPlan,
     as_option,
@@ -40,6 +39,7 @@ from dreamshard_planner.planning.plan_inputs import (
     plan_inputs,
 )
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater, RatedPlan
 from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableSharding
 from dreamshard_planner.plans.report import Report
@@ -117,7 +117,7 @@ class ModelProblem:
         legal = None
         if settings.placement_rules is not None:
             legal = LegalRanks.of(settings.placement_rules, tables, topology)
-        constraints = planned_constraints(settings, ranks, tables, legal)
+        constraints = constraints_under(settings, ranks, tables, legal)
         reader = OptionReader(constraints, statistics, sharders, legal)
         context = PlanRater(ranks, reader, settings.cost_source, constraints, sharders)
         features = [feature for table in tables for feature in table.feature_names]
@@ -126,7 +126,7 @@ class ModelProblem:
         made = enumerator or context.enumerator(settings.batch_size)
         search_space = made.enumerate(module, [*sharders])
         if enumerator is not None:
-            context.complete(search_space, with_perf=True)
+            context.estimate_missing(search_space, with_perf=True)
             settings = _of_enumerator(settings, search_space)
         skeleton = without_weights(module, sharders)
         try:
@@ -202,7 +202,7 @@ class ModelProblem:
             *map(type, components),
             self.ranks.checkpoint.digest(),
             (settings.constraints, settings.placement_rules),
-            (settings.candidates, settings.timeout_seconds, settings.hot_rows_bytes),
+            (settings.effort_factor, settings.timeout_seconds, settings.hot_rows_bytes),
         ]
         left_bytes = [device.storage for device in self.left.devices]
         # TorchRec enumerates kernels in the order of a set.
@@ -235,7 +235,7 @@ class ModelProblem:
         """Return a plan with its memory and costs; errors as of :meth:`options`."""
         with single_thread():
             options = self.options(plan)
-            self.context.complete(options)
+            self.context.estimate_missing(options)
             return self.context.rated(options, self.left)
 
     def lookups_per_sample(self) -> dict[str, float]:
@@ -348,7 +348,7 @@ def libraries() -> dict[str, str]:
     return {"dreamshard_planner": __version__, **library_versions()}
 
 
-def planned_constraints(
+def constraints_under(
     settings: PlannerSettings, ranks: PlannedRanks, tables: Sequence[ShardableTable], legal: LegalRanks | None
 ) -> PlanningConstraints:
     """Return the constraints of every table under some settings."""

@@ -122,12 +122,12 @@ class PlannerSettings:
         return self.given_batch_size or BATCH_SIZE
 
     @property
-    def seconds(self) -> float | None:
+    def search_cap_seconds(self) -> float | None:
         """Cap on the search, the shorter of ``search_seconds`` and ``timeout_seconds``; None for no cap."""
         return min(filter(None, (self.search_seconds, self.timeout_seconds)), default=None)
 
     @property
-    def candidates(self) -> float:
+    def effort_factor(self) -> float:
         """Candidates of each part of planning, as a multiple of the default's."""
         return EFFORTS[self.effort]
 

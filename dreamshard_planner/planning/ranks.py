@@ -153,10 +153,10 @@ def topology_here() -> tuple[Topology, str]:
     device = devices.device_of_ranks()
     alike = [RankHardware.here(device)] * dist.get_world_size()
     topology = read_topology(device, alike)
-    return topology, told(topology, alike, "the driver of this rank")
+    return topology, hardware_in_words(topology, alike, "the driver of this rank")
 
 
-def told(topology: Topology, ranks: Sequence[RankHardware], whose: str = "the driver") -> str:
+def hardware_in_words(topology: Topology, ranks: Sequence[RankHardware], whose: str = "the driver") -> str:
     """Describe a topology that :func:`read_topology` made, in a sentence without its full stop.
 
     Args:

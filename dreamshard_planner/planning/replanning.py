@@ -211,7 +211,7 @@ def replanned(
     held = Held.of(model, current, lost)
     with single_thread():
         ways = _Ways(model, held, fresh)
-        effort = model.settings.candidates
+        effort = model.settings.effort_factor
         walked = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UP, max_bytes_moved, effort)
         found = [point.sharding for point in walked if ways.runs(point.sharding)] or [ways.fresh]
         now, step_ms = (ways.starts or found)[0], ways.cost.overall_ms
@@ -327,7 +327,7 @@ class _Ways:
         ways = set(map(_way, searched))
         now = [option for option in now if _may_stay(option, ways)]
         options = list({_way(option): option for option in [*now, *named, *searched]}.values())
-        model.context.complete(options)
+        model.context.estimate_missing(options)
         self.read = model.context.read(options, model.left)
         self.cost = model.context.cost(self.read)
         self._index = {_way(option): (table, index) for table, choices in enumerate(self.read.options)

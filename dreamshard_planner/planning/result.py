@@ -20,8 +20,8 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import total_bytes
-from dreamshard_planner.planning.context import PlanRater
-from dreamshard_planner.planning.model_problem import ModelProblem, libraries, planned_constraints
+from dreamshard_planner.planning.model_problem import ModelProblem, constraints_under, libraries
+from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.planning.search_plan import BASELINE, torchrec_plan
 from dreamshard_planner.plans.comparison import differences
 from dreamshard_planner.plans.plan_file import SavedPlan
@@ -103,7 +103,7 @@ class PlanResult:
     model: ModelProblem
     plan: tuple[ShardingOption, ...]
     """One option for every table, with ranks, after callbacks."""
-    told: Report | str
+    report_or_reason: Report | str
     """The report, or the reason why there is none."""
 
     @classmethod
@@ -144,13 +144,15 @@ class PlanResult:
     @property
     def report(self) -> Report:
         """The plan and what it was chosen from; raises DreamShardError if it could not be rated."""
-        if isinstance(self.told, str):
-            raise DreamShardError(f"there is no report: {self.told}")
-        return self.told
+        if isinstance(self.report_or_reason, str):
+            raise DreamShardError(f"there is no report: {self.report_or_reason}")
+        return self.report_or_reason
 
     def saved(self, name: str) -> SavedPlan:
         """Return the plan with all its inputs, and with its report if there is one."""
-        return self.model.saved(self.plan, name, self.told if isinstance(self.told, Report) else None)
+        return self.model.saved(
+            self.plan, name, self.report_or_reason if isinstance(self.report_or_reason, Report) else None
+        )
 
 
 def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
@@ -387,7 +389,7 @@ def exact_training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) ->
 def _widened(model: ModelProblem, **settings: Any) -> tuple[PlanRater, dict[str, set[str]]]:
     """Return a rater under changed settings, and the sharding types that only these allow, by table name."""
     tables = shardable_tables(model.skeleton, model.sharders, model.settings.statistics)
-    constraints = planned_constraints(replace(model.settings, **settings), model.ranks, tables, model.legal)
+    constraints = constraints_under(replace(model.settings, **settings), model.ranks, tables, model.legal)
     known: Mapping[str, ParameterConstraints] = model.context.constraints or {}
     exact = {name: set(constraint.sharding_types or ()) for name, constraint in known.items()}
     opened = {
@@ -414,7 +416,7 @@ def _forced_out(
     kept = [one for one in plan if not any(same_option(one, other) for other in offered.get(fqn_of(one), ()))]
     read = wider.read([*options, *kept], model.left)
     cost, start, settings = wider.cost(read), read.sharding(plan), model.settings
-    found = search(cost, [start], FIGURE_EFFORT * settings.candidates, settings.seed, settings.seconds)
+    found = search(cost, [start], FIGURE_EFFORT * settings.effort_factor, settings.seed, settings.search_cap_seconds)
     exact_ms = cost.overall_ms(start)
     if found is None or not found.overall_ms < exact_ms * (1 - NOTHING):
         return ()
@@ -439,7 +441,7 @@ def _against_torchrec(
     """Return text and figures that compare a plan with TorchRec's over some options."""
     if not any(map(wider.is_guess, plan)):
         options = wider.certain_options(options)
-    theirs = torchrec_plan([*filter(is_torchrecs, options)], model.left, model.settings.candidates)
+    theirs = torchrec_plan([*filter(is_torchrecs, options)], model.left, model.settings.effort_factor)
     exact_ms = wider.rated(plan).total_ms
     if theirs is None:
         return "not found", {"exact_ms": exact_ms}

@@ -16,8 +16,8 @@ from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchPro
 from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import Cost, Sharding
-from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.infeasible import infeasible
+from dreamshard_planner.planning.rater import PlanRater, RatedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
@@ -35,7 +35,7 @@ WHOLE = "whole_tables"
 """Name of our plan of whole tables in reports."""
 BASELINE = "torchrec"
 """Name of TorchRec's plan in reports."""
-UNTOLD = "torchrec_default"
+TORCHREC_DEFAULT = "torchrec_default"
 """Name of the plan that TorchRec makes without lookups per sample, as most run it."""
 MAX_PROPOSALS = 64
 SHARDS_PROPOSED = 200_000
@@ -259,7 +259,7 @@ def _searched(
             plans[BASELINE] = theirs.options
         untold = context.without_lookups(offered)
         if untold and (default := torchrec_plan(untold, topology, settings.effort)) is not None:
-            plans[UNTOLD] = default.options
+            plans[TORCHREC_DEFAULT] = default.options
     options = [*options, *sizes]
     read = context.read(options, topology)
     cost = context.cost(read)
@@ -292,7 +292,7 @@ def _cache_sizes(context: PlanRater, options: Sequence[ShardingOption], topology
     if need <= room:
         return ()
     sizes = other_sizes(options, context.reader.load_factor)
-    context.complete(sizes)
+    context.estimate_missing(sizes)
     return sizes
 
 

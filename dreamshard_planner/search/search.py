@@ -1,10 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The search: how each table is split, and where its shards go.
 
-Descents start from several shardings (:mod:`dreamshard_planner.search.starts`). Tables that burden the bottleneck rank
-change their option (:mod:`dreamshard_planner.search.reshards`). If no re-shard helps, units of span 1 move and swap
-(:mod:`dreamshard_planner.search.moves`), while wider units stay. The two alternate until neither helps. The best plan
-is perturbed, first by re-shards, at last by moves. If every table has one option, only moves and swaps are left.
+Descents start from several shardings, those given and those of :mod:`dreamshard_planner.search.starts`, which also
+moves groups of like tables to another option. Each start has a first turn, then the cheapest go on. Tables that burden
+the bottleneck rank change their option (:mod:`dreamshard_planner.search.reshards`). If no re-shard helps, units of
+span 1 move and swap (:mod:`dreamshard_planner.search.moves`), while wider units stay. The two alternate until neither
+helps. The best plan is perturbed, first by re-shards, at last by moves. If every table has one option, only moves and
+swaps are left.
 
 The budget is counted in re-shards, moves and swaps; costs are compared after rounding and ties go to the lowest index,
 so the same inputs give the same sharding.
@@ -26,9 +28,9 @@ from dreamshard_planner.search.starts import OptionTotals, group_moves, level_st
 STARTS = 4
 """Starting shardings to descend from: the cheapest."""
 RESHARDS = 20_000
-"""Re-shards that the whole search may try, besides"""
+"""Re-shards that a search may try, whatever the number of tables."""
 RESHARDS_PER_TABLE = 10
-"""for each table of the model."""
+"""Further re-shards per table."""
 MOVES = 6_000
 """Moves, and swaps rated exactly, of one descent between re-shards."""
 LAST_MOVES = 40_000
@@ -113,7 +115,7 @@ def search(
     first = sorted([*cheapest, *extra], key=cost.overall_ms)
     descents = _Descents(cost, first[0], effort, seed, budget)
     if not _can_reshard(cost.problem):
-        return descents.result(first, in_time, extra)
+        return descents.finish(first, in_time, extra)
     # For the same reason each start has a turn before one may use up the budget.
     turn = int(TURNS * budget.limit / (2 * len(first)))
     for start in first:
@@ -125,7 +127,7 @@ def search(
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
-    return descents.result([descents.best], in_time, extra)
+    return descents.finish([descents.best], in_time, extra)
 
 
 def _can_reshard(problem: Problem) -> bool:
@@ -158,9 +160,9 @@ class _Descents:
         self._candidates = 0
         self.budget = budget
 
-    def result(self, starts: Sequence[Sharding], in_time: bool, extra: Iterable[Sharding]) -> SearchResult:
-        """Return the best after moves from some starts, which differ in nothing else, and from perturbed copies, in
-        the cheapest kernels that there is room for; ``in_time`` says whether all starts were made."""
+    def finish(self, starts: Sequence[Sharding], in_time: bool, extra: Iterable[Sharding]) -> SearchResult:
+        """Run the last moves from starts with equal options, and from perturbed copies; return the best plan, with the
+        cheapest kernels that fit. ``in_time`` is True if all starts were made."""
         chosen, budget = self._cost.chosen(starts[0]), self._moves(LAST_MOVES)
         starts_BS = torch.stack([self._cost.chosen(start).assignment_S for start in starts])
         patience = portion(LAST_PATIENCE, self._effort)

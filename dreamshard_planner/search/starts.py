@@ -34,9 +34,9 @@ PRICE_STEPS = 24
 SMALLER = 0.7
 """Largest part of an option that makes a table's parts smaller, of the largest that it has."""
 MAX_COUNTS = 8
-"""Sizes of sets of tables that are tried, ever larger, and"""
+"""Sizes of sets of tables that are tried, ever larger."""
 TABLES_MOVED = 2000
-"""these times tables."""
+"""Upper bound on sizes x tables."""
 ATTEMPTS = 100
 """Attempts to stack tables, of each way to choose positions."""
 TABLES_STACKED = 4000

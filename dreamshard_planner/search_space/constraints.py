@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Constraints of users, checked, and made into one per table with a value per feature, for TorchRec's estimates."""
+"""Check users' constraints, and make one per table, with one value per feature, as TorchRec's estimates need."""
 
 from __future__ import annotations
 

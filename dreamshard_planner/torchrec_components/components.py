@@ -29,9 +29,9 @@ from torchrec.distributed.planner.types import (
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.hot_rows.choice import choose_hot_rows, dedup_notes
-from dreamshard_planner.planning.context import PlanRater, RatedPlan
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater, RatedPlan
 from dreamshard_planner.planning.remembered import LEAST_GAIN, Remembered, Replacement
 from dreamshard_planner.planning.result import ChosenPlan, signatures
 from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
@@ -111,7 +111,7 @@ class DreamShardPerfModel(PerfModel):
 
 
 class SearchProposer(Proposer):
-    """Proposes one plan, which ``make`` returns once TorchRec's loop asks for it, with ranks that
+    """Proposes one plan, which ``make`` returns when TorchRec's loop loads it, with ranks that
     :class:`DreamShardPartitioner` keeps."""
 
     def __init__(self, make: Callable[[], list[ShardingOption]]) -> None:
@@ -289,14 +289,14 @@ class SearchLoop:
         if given.perf_model is not None:  # it may like a plan of TorchRec's better than ours
             own += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
         self.proposers = given.proposers or own
-        self._settings = SearchSettings(settings.candidates, settings.seed)
+        self._settings = SearchSettings(settings.effort_factor, settings.seed)
         many = given.proposers is not None or given.perf_model is not None
-        ours = DreamShardPartitioner(context, self._settings, settings.seconds, quickly=many)
+        ours = DreamShardPartitioner(context, self._settings, settings.search_cap_seconds, quickly=many)
         self.partitioner = given.partitioner or ours
 
     def _search(self) -> SearchSettings:
         """Return the settings of a search that starts now."""
-        return replace(self._settings, deadline=Deadline(self.model.settings.seconds))
+        return replace(self._settings, deadline=Deadline(self.model.settings.search_cap_seconds))
 
     @cached_property
     def found(self) -> SearchedPlan:
@@ -363,7 +363,7 @@ class SearchLoop:
 
     def _estimate(self, plan: list[ShardingOption]) -> None:
         """Set memory and our costs, which TorchRec's statistics and callbacks read; a given enumerator's stay."""
-        self.model.context.complete(plan)
+        self.model.context.estimate_missing(plan)
         stay = self._given.enumerator is not None
         bare = [option for option in plan if not stay or None in perf_of(option)]
         DreamShardEstimator(self.model.context).estimate(bare)

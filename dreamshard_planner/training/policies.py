@@ -22,8 +22,8 @@ from dreamshard_planner.cost.network import FitConfig
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.measure.sets import BATCH_SIZES, random_limit, random_optimizer, set_work
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.policy.network import Policy, roll_out
 from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask

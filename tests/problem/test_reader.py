@@ -19,8 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.workload.features import FEATURE_INDEX

@@ -30,8 +30,8 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import SGD, Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 

@@ -13,8 +13,8 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
-from dreamshard_planner.planning.context import PlanRater
 from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.constraints import planning_constraints

@@ -164,7 +164,7 @@ class PlanRater:
             estimate_all(torchrec_estimators(self.ranks.topology)[:1], copies, self.sharders or ())
         return copies
 
-    def complete(self, options: list[ShardingOption], with_perf: bool = False) -> None:
+    def estimate_missing(self, options: list[ShardingOption], with_perf: bool = False) -> None:
         """Estimate missing storage in place, as TorchRec does, and missing perf if asked for or the cost source."""
         bare = [option for option in options if any(shard.storage is None for shard, _ in counted(option))]
         estimate_all(self._torchrec[1:], bare, self.sharders or ())
