@@ -123,6 +123,7 @@ RANKS = COUNT("--gpus-per-node", "--ranks", help="Ranks of each node: GPUs, or w
 NODES = COUNT(help="Nodes.")
 BATCH_SIZE = COUNT(help="Samples in the batch of one rank.")
 Device = Literal["cpu", "cuda"]
+Effort = Literal["quick", "default", "thorough"]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard plan or DreamShardPlanner.save_plan.")]
 PlanOutput = Annotated[
     Path | None,
@@ -158,7 +159,7 @@ class SearchOptions:
 
     costs: CostsOption = None
     effort: Annotated[
-        Literal["quick", "default", "thorough"] | None,
+        Effort | None,
         FURTHER(
             help="Number of plans to try. Without it: that of the plan file, otherwise default; in what-if: quick."
         ),

@@ -192,22 +192,13 @@ def _block(shard: Workload, blocks: int, is_skewed: bool, rng: np.random.Generat
     return shard.block(rows, shard.dim, even**power, even ** (1 + (power - 1) * rng.random()))
 
 
-_REFERENCE_SET = tuple(
-    Workload(
-        name=f"reference {dim}",
-        rows=200_000,
-        dim=dim,
-        batch_size=512,
-        pooling_factor=16.0,
-        distinct_rows=2048.0,
-        reuse_histogram=(0.45, 0.20, 0.14, 0.10, 0.07, 0.04) + (0.0,) * 11,
-    )
-    for dim in (16, 32, 64, 128)
-)
-REFERENCE_SETS = {
-    "cpu": _REFERENCE_SET,
-    "cuda": tuple(replace(w, batch_size=65_536, rows=2_000_000, distinct_rows=262_144.0) for w in _REFERENCE_SET),
-}
+def _reference_set(rows: int, batch_size: int, distinct_rows: float) -> list[Workload]:
+    reuse = (0.45, 0.20, 0.14, 0.10, 0.07, 0.04) + (0.0,) * 11
+    dims = (16, 32, 64, 128)
+    return [Workload(f"reference {dim}", rows, dim, batch_size, 16.0, distinct_rows, reuse) for dim in dims]
+
+
+REFERENCE_SETS = {"cpu": _reference_set(200_000, 512, 2048.0), "cuda": _reference_set(2_000_000, 65_536, 262_144.0)}
 """Set by device that is timed right before every measured set, to tell how fast the machine is then. On CUDA it moves
 gigabytes, to take about a millisecond as well."""
 

@@ -21,7 +21,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,8 +115,11 @@ def time_groups(
 
 def core_use_ns() -> np.ndarray:
     """Return nanoseconds [2] that threads of this process have computed, and waited for a core; 0 if not counted."""
-    used = [path.read_text().split()[:2] for path in Path("/proc/self/task").glob("*/schedstat")]
-    return np.array(used, dtype=np.int64).reshape(-1, 2).sum(0)
+    used_ns = np.zeros(2, dtype=np.int64)
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # a thread that has ended
+            used_ns += np.array(path.read_text().split()[:2], dtype=np.int64)
+    return used_ns
 
 
 class _CpuRuns:

@@ -15,7 +15,7 @@ from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Problem, has_room
 from dreamshard_planner.planning.rater import RatedPlan
-from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, reasons_in_words
+from dreamshard_planner.search_space.constraints import NOT_OFFERED, reasons_in_words
 from dreamshard_planner.search_space.options import lacks_room
 from dreamshard_planner.support.formatting import NAMED, memory_in_words
 from dreamshard_planner.torchrec_components.compat import last_planner_error

@@ -44,8 +44,12 @@ from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableSharding
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.problem.reader import OptionReader, check_topology
-from dreamshard_planner.search_space.allowed_types import AllowedTypes
-from dreamshard_planner.search_space.constraints import PlanningConstraints, constraints_by_name, planning_constraints
+from dreamshard_planner.search_space.constraints import (
+    AllowedTypes,
+    PlanningConstraints,
+    constraints_by_name,
+    planning_constraints,
+)
 from dreamshard_planner.search_space.enumeration import mixed_exchanges
 from dreamshard_planner.search_space.modules import (
     ShardableTable,

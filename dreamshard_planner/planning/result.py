@@ -28,7 +28,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.search import SearchResult, search
-from dreamshard_planner.search_space.allowed_types import UNEVEN_OUTPUTS
+from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import (
     by_table,
@@ -157,7 +157,7 @@ class PlanResult:
 
 def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
     rated, now = model.rated(plan), libraries()
-    changed = differences(saved.inputs, model.inputs)
+    changed = [*differences(saved.inputs, model.inputs)]
     changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
     then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
     alike = sources == (then.cost_source, then.collectives_source) and math.isclose(

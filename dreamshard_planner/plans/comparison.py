@@ -335,10 +335,16 @@ def _more(count: int, what: str) -> list[str]:
     return [f"... and {count - MAX_SHOWN} more {what}"] if count > MAX_SHOWN else []
 
 
-def differences(made_from: PlanInputs, now: PlanInputs) -> list[str]:
-    """Between what a plan was made from and what there is now, each as what was, ``->``, what is; those that make it
-    stale first."""
-    return [*stale_differences(made_from, now), *_chosen_by(made_from, now)]
+def differences(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
+    """Yield the differences of a plan's inputs to those of now, as what was, ``->``, what is; stale ones first."""
+    yield from stale_differences(made_from, now)
+    if made_from.statistics != now.statistics:
+        was, has = ("none" if value is None else value[:12] for value in (made_from.statistics, now.statistics))
+        yield f"statistics {was} -> {has}"
+    yield from _constraints(made_from, now, of_costs=True)
+    yield from _memory(made_from.topology, now.topology)
+    yield from _surroundings(made_from.topology, now.topology)
+    yield from _entries("", {"setting": made_from.settings}, {"setting": now.settings})
 
 
 def machine_differences(one: TopologyInputs, other: TopologyInputs) -> list[str]:
@@ -410,16 +416,6 @@ def _tables(one: Mapping[str, TableInputs], other: Mapping[str, TableInputs]) ->
         yield f"{what} of table {name!r} {_shown(getattr(one[name], what))} -> {_shown(getattr(other[name], what))}"
     if len(changed) > NAMED:
         yield f"{len(changed) - NAMED} more changes of tables"
-
-
-def _chosen_by(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
-    if made_from.statistics != now.statistics:
-        was, has = ("none" if value is None else value[:12] for value in (made_from.statistics, now.statistics))
-        yield f"statistics {was} -> {has}"
-    yield from _constraints(made_from, now, of_costs=True)
-    yield from _memory(made_from.topology, now.topology)
-    yield from _surroundings(made_from.topology, now.topology)
-    yield from _entries("", {"setting": made_from.settings}, {"setting": now.settings})
 
 
 def _constraints(one: PlanInputs, other: PlanInputs, of_costs: bool) -> Iterator[str]:

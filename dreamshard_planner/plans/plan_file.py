@@ -316,12 +316,12 @@ class SavedPlan:
     def report(self) -> Report:
         """As it was when the plan was made; costs of tables are NaN where nobody rated them."""
         known = {entry.name: getattr(self.predicted, entry.name) for entry in fields(Predicted)}
-        return Report(**known, tables=tuple(self._entry(*table) for table in self.tables()))
-
-    def _entry(self, fqn: str, sharding: TableSharding) -> TableEntry:
-        known, ranks = self.alone_ms.get(fqn, math.nan), tuple(shard.rank for shard in sharding.shards)
-        shard_ms = known if isinstance(known, tuple) else (known / len(ranks),) * len(ranks)
-        return TableEntry(fqn, sharding.sharding_type, sharding.kernel, ranks, shard_ms)
+        tables = []
+        for fqn, table in self.tables():
+            alone_ms, ranks = self.alone_ms.get(fqn, math.nan), tuple(shard.rank for shard in table.shards)
+            shard_ms = alone_ms if isinstance(alone_ms, tuple) else (alone_ms / len(ranks),) * len(ranks)
+            tables.append(TableEntry(fqn, table.sharding_type, table.kernel, ranks, shard_ms))
+        return Report(**known, tables=tuple(tables))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -20,7 +20,7 @@ from torchrec.distributed.types import CacheParams, CommOp, ModuleSharder
 from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Collective, CollectiveModel, bag_bytes
 from dreamshard_planner.cost.problem import Problem, Sharding
 from dreamshard_planner.cost.roofline import DENSE_PASSES
-from dreamshard_planner.search_space.allowed_types import impossible_types
+from dreamshard_planner.search_space.constraints import impossible_types
 from dreamshard_planner.search_space.modules import exchange_codecs, output_type
 from dreamshard_planner.search_space.options import (
     cannot_lie_so,

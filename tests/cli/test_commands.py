@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -28,10 +28,11 @@ from dreamshard_planner.checkpoints.choice import SHIPPED
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.app import Panel
 from dreamshard_planner.cli.options import COST_SOURCES as NAMED_COSTS
-from dreamshard_planner.cli.options import SearchOptions, bytes_per_s, size_bytes, whole
+from dreamshard_planner.cli.options import Effort, SearchOptions, bytes_per_s, size_bytes, whole
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.search.effort import EFFORTS
 from dreamshard_planner.workload.lookups import IdHistogram
 from tests.faults import dreamshard, ended, start, wait_for
 
@@ -113,7 +114,7 @@ def options_of(command: Any, panel: str | None = None) -> list[str]:
 
 
 def test_help_shows_at_most_ten_options_first_and_one_vocabulary() -> None:
-    assert tuple(COST_SOURCES) == NAMED_COSTS
+    assert tuple(COST_SOURCES) == NAMED_COSTS and tuple(EFFORTS) == get_args(Effort)
     group = typer.main.get_command(app)
     panels = [group.commands[name].rich_help_panel for name in group.list_commands(None)]
     assert [panel for panel, _ in itertools.groupby(panels)] == [panel.value for panel in Panel]

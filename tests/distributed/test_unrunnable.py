@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, PlacementRules
-from dreamshard_planner.search_space.allowed_types import UNEVEN_OUTPUTS
+from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.sharding_types import BAGS_OF_MEANS, CW, DP, SLICES_OF_BAGS, TW, WHOLE_BAGS
 
 EACH = ((True, True, False), (0, 0, 1))

@@ -16,8 +16,7 @@ from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.allowed_types import AllowedTypes
-from dreamshard_planner.search_space.constraints import planning_constraints
+from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.workload.features import FEATURE_INDEX
 

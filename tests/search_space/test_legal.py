@@ -22,8 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import FeatureStatistics, ShardingGroups, TableStatistics
-from dreamshard_planner.search_space.allowed_types import AllowedTypes
-from dreamshard_planner.search_space.constraints import planning_constraints
+from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.replica_rules import in_backward_arguments, why_not_replicas
 from dreamshard_planner.search_space.sharding_types import (
