@@ -218,6 +218,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         other._callbacks = [other._before_callbacks, *self._callbacks[1:-1], other._after_callbacks]
         return other
 
+    @property
+    def optimizers_attached(self) -> bool:
+        """The argument of this name."""
+        return self._settings.optimizers_attached
+
     @contextmanager
     def attaching_optimizers(self) -> Iterator[None]:
         """Plan with ``optimizers_attached=True`` inside the block."""

@@ -97,7 +97,7 @@ def choose_hot_rows(
     for name in _counts(best):
         others = {other: count for other, count in _counts(best).items() if other != name}
         best = _better(best, _rated(model, plan, candidates, others))
-    if best.total_ms > before.total_ms * (1 - LEAST_GAIN):
+    if not best.total_ms < before.total_ms * (1 - LEAST_GAIN):
         lack = f"they would not lower the predicted cost of a step by {LEAST_GAIN:.0%}"
         return before.options, Note("hot_rows", f"no hot rows: {lack}")
     figures = {

@@ -44,8 +44,12 @@ def infeasible(problem: Problem, left_out: LeftOut) -> PlannerError:
         left_out: reasons why a table may not be split.
     """
     units, limits_DM = _units(problem), problem.limits_DM
+
+    def all_bytes(unit: _Unit) -> float:
+        return float(unit.all_M[: len(MEMORY_KINDS)].double().sum())
+
     # Units of several ranks find their ranks first.
-    largest = max(units, key=lambda unit: (unit.span > 1, float(unit.all_M[: len(MEMORY_KINDS)].double().sum())))
+    largest = max(units, key=lambda unit: (unit.span > 1, all_bytes(unit)))
     need_M, room_M = torch.stack([unit.all_M.double() for unit in units]).sum(0), limits_DM.clamp_min(0).double().sum(0)
     totals = list(zip(MEMORY_KINDS, need_M.tolist(), room_M.tolist(), strict=False))  # rules follow
     homeless: dict[str, _Unit] = {}
@@ -56,7 +60,7 @@ def infeasible(problem: Problem, left_out: LeftOut) -> PlannerError:
     if homeless:
         reason = _without_rank(unsplit, limits_DM)
     elif reason := "; ".join(_missing("all tables together need", f"the {len(limits_DM)} ranks have", totals)):
-        reason += f" (largest table: {largest.table!r})"
+        reason += f" (largest table: {max(units, key=all_bytes).table!r})"
     elif crowded := _crowded_rules(units, problem):
         return lacks_room(f"placement_rules cannot be kept: {crowded}.")
     else:

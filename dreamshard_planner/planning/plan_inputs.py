@@ -102,8 +102,9 @@ class PlannerSettings:
             if (given := getattr(self, name)) is not getattr(PlannerSettings, name):
                 object.__setattr__(self, name, checked(name.removeprefix("given_"), given, least, most, number))
         for name in ("exact_training", "optimizers_attached"):
-            if not isinstance(value := getattr(self, name), bool):
+            if (value := getattr(self, name)) not in (True, False):
                 raise TypeError(f"{name} must be true or false, got {value!r}")
+            object.__setattr__(self, name, bool(value))
         if not isinstance(self.vocabulary, str):
             raise TypeError(f"vocabulary must be a name, got {self.vocabulary!r}")
         if self.sharding_types is not None and (

@@ -270,9 +270,9 @@ class Held:
         }
         if isinstance(current, SavedPlan):
             ranks_now = current.inputs.topology.world_size
-        else:  # as many as are left and lost, or more if tables lie there
-            used = max((1 + shard.rank for table in known.values() for shard in table.shards), default=0)
-            ranks_now = max(world_size + len(lost), used)
+        else:
+            used = (1 + shard.rank for table in known.values() for shard in table.shards)
+            ranks_now = max([world_size, *used])
         if odd := [rank for rank in lost if not 0 <= rank < ranks_now]:
             raise ValueError(f"there is no rank {odd[0]} to be lost: the plan that runs is for {ranks_now} ranks")
         before = current.inputs.tables if isinstance(current, SavedPlan) else {}

@@ -29,6 +29,7 @@ from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.search import SearchResult, search
 from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
+from dreamshard_planner.search_space.enumeration import sharding_only
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import (
     by_table,
@@ -371,7 +372,10 @@ def exact_training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) ->
     with single_thread():
         options: list[ShardingOption] = []
         if may_fit or compares:
-            every = wider.enumerator(model.settings.batch_size).enumerate(model.skeleton, [*model.sharders])
+            tables = [*shardable_tables(model.skeleton, model.sharders)]
+            needed = frozenset((id(one.owner.module), one.name) for one in tables if compares or one.fqn in outside)
+            sharders = [sharding_only(needed, sharder) for sharder in model.sharders]
+            every = wider.enumerator(model.settings.batch_size).enumerate(model.skeleton, sharders)
             options = wider.usable_options(every)
         others = [option for option in options if fqn_of(option) in outside]
         forced_out = _forced_out(model, wider, plan, others) if may_fit else ()

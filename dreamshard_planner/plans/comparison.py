@@ -11,6 +11,7 @@ Shapes: S shards of a table, D ranks, H pods, L ranks of a pod.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -219,14 +220,12 @@ def _changes(
     for fqn in alike:
         if one[fqn] == other[fqn] and was.groups == now.groups:
             continue
-        shards = _on_all_ranks(other[fqn], now)
-        places, ranks = [(shard.offset, shard.size) for shard in shards], [shard.rank for shard in shards]
-        bytes_SD = received_SD(before.inputs.tables[fqn], places, _on_all_ranks(one[fqn], was), len(received_D))
-        bytes_S = bytes_SD[range(len(ranks)), ranks]
-        np.add.at(received_D, ranks, bytes_S)
+        table_bytes = _received(before.inputs.tables[fqn], _on_all_ranks(one[fqn], was), _on_all_ranks(other[fqn], now))
+        for rank, received in table_bytes.items():
+            received_D[rank] += received
         retyped = (one[fqn].sharding_type, one[fqn].kernel) != (other[fqn].sharding_type, other[fqn].kernel)
         labels = _label(one[fqn], was), _label(other[fqn], now)
-        changes.append(TableChange(fqn, *labels, retyped, int(bytes_S.sum())))
+        changes.append(TableChange(fqn, *labels, retyped, sum(table_bytes.values())))
     return tuple(sorted(changes, key=lambda change: -change.bytes_received)), tuple(received_D.tolist())
 
 
@@ -237,6 +236,27 @@ def _label(table: TableSharding, topology: TopologyInputs) -> str:
 def _on_all_ranks(table: TableSharding, topology: TopologyInputs) -> list[ShardPlace]:
     """Return the shards of a table on the ranks of all sharding groups."""
     return [replace(shard, rank=rank) for shard in table.shards for rank in topology.replicas(shard.rank)]
+
+
+def _received(table: TableInputs, held: Sequence[ShardPlace], shards: Sequence[ShardPlace]) -> dict[int, int]:
+    """Return the bytes, optimizer states with them, that each rank receives for its shards, given what it holds."""
+    of_rank: dict[int, list[ShardPlace]] = {}
+    for shard in held:
+        of_rank.setdefault(shard.rank, []).append(shard)
+    received: dict[int, int] = {}
+    for shard in shards:
+        new = math.prod(shard.size) - sum(_common(shard, other) for other in of_rank.get(shard.rank, ()))
+        received[shard.rank] = received.get(shard.rank, 0) + table.trained_bytes(new, max(1, shard.size[1]))
+    return received
+
+
+def _common(one: ShardPlace, other: ShardPlace) -> int:
+    """Return the number of elements that are in both shards."""
+    sides = (
+        min(start + size, start_2 + size_2) - max(start, start_2)
+        for start, size, start_2, size_2 in zip(one.offset, one.size, other.offset, other.size, strict=True)
+    )
+    return math.prod(max(0, side) for side in sides)
 
 
 def received_SD(

@@ -73,6 +73,8 @@ def calibrate(
         CheckpointError: the checkpoint has no cost network.
         FileError: ``out`` cannot be written; before anything is measured.
     """
+    if not seconds > 0:
+        raise ValueError(f"seconds of measuring must be positive, got {seconds}")
     out, network = Path(out), checkpoint.cost
     check_writable(out)
     if not isinstance(network, CostNetwork):
@@ -92,7 +94,8 @@ def calibrate(
             for half, sets in enumerate(drawn)
         ]
     computed_ns, waited_ns = core_use_ns() - before_ns
-    others_share = float(waited_ns / max(1, computed_ns + waited_ns))
+    # Events on the card time its kernels, whatever the processor does.
+    others_share = float(waited_ns / max(1, computed_ns + waited_ns)) if device == "cpu" else 0.0
     data = CostDataset.concatenate(halves)
     half_X = torch.arange(2).repeat_interleave(torch.tensor([len(half) for half in halves]))
     sets = LabelledSets.of_dataset(data)

@@ -61,7 +61,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
     made.save(out)  # first, since the blocks still hold all of the datasets
     CostDataset.concatenate(datasets).save(out.with_suffix(".dataset.npz"))
     test.save(out.with_suffix(".test.npz"))
-    for folder in folders:
+    for folder in reversed(folders):  # a part is finished while a later one's folder exists
         shutil.rmtree(folder, ignore_errors=True)  # the datasets hold all of it
     return Checkpoint.load(out)
 

@@ -215,7 +215,8 @@ class FeatureStatistics:
                 raise StatisticsError(f"reuse histogram shares must sum to 1, got {sum(self.reuse_histogram):.4f}")
         if self.batch_size is None and (self.reuse_histogram or self.ids or self.hot):
             raise StatisticsError("histograms of reuse and ids, and hot ids, belong to a batch size: give batch_size")
-        size = checked("batch size", self.samples, 1, MAX_BATCH_SIZE, error=StatisticsError)
+        size = 1 if self.batch_size is None else self.batch_size
+        size = checked("batch size", size, 1, MAX_BATCH_SIZE, error=StatisticsError)
         object.__setattr__(self, "batch_size", size)
         most = self.lookups * (1 + 1e-6)
         if self.distinct_rows is not None and self.lookups and not 0 < self.distinct_rows <= most:

@@ -112,7 +112,8 @@ def _batches(
         try:
             for part in file.iter_batches(batch_size=batch_size, columns=list(columns)):
                 table = pa.Table.from_batches([part])
-                pending = table if pending is None else pa.concat_tables([pending, table])
+                # Files may differ in the width of integers.
+                pending = pa.concat_tables([pending, table] if pending else [table], promote_options="permissive")
                 if pending.num_rows >= batch_size:
                     made = pending.slice(0, batch_size)
                     pending = pending.slice(batch_size)

@@ -16,7 +16,7 @@ from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.devices import GB, GPUS, Card, card_of, cores_of
 from dreamshard_planner.measure import hardware
 from dreamshard_planner.offline.from_plan import job_of
-from dreamshard_planner.planning.ranks import RankHardware, from_all, from_first, read_topology, told
+from dreamshard_planner.planning.ranks import RankHardware, from_all, from_first, hardware_in_words, read_topology
 from tests.faults import ended, start
 from tests.pretended import A100, ADA, H100, L40
 
@@ -29,7 +29,7 @@ def read(monkeypatch: pytest.MonkeyPatch, on_host: int, *cards: Card | None) -> 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_host))
     ranks = [RankHardware(card, HOST_BYTES) for card in cards]
     topology = read_topology("cpu" if cards[0] is None else "cuda", ranks)
-    return topology, told(topology, ranks)
+    return topology, hardware_in_words(topology, ranks)
 
 
 def test_two_hosts_of_a_listed_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_cpu_ranks_share_cores(tmp_path) -> None:
     """The work of all ranks counts if they share cores, in the report and in the file of the plan."""
     ranks = [RankHardware(None, HOST_BYTES, cores=2.0)] * 4
     topology = read_topology("cpu", ranks, on_host=4)
-    assert told(topology, ranks).endswith("; the ranks of a host share cores for 2 of them")
+    assert hardware_in_words(topology, ranks).endswith("; the ranks of a host share cores for 2 of them")
     many = {f"t{index}": ParameterConstraints(pooling_factors=[200.0]) for index in range(8)}
     planner = DreamShardPlanner(topology=topology, stats=[], effort="quick", cost_source="roofline", constraints=many)
     planner.plan(collection(*[table(name, 400_000, 256) for name in many]), list(SHARDERS))

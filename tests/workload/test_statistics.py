@@ -165,10 +165,10 @@ def test_parquet_gives_what_its_batches_give_across_row_groups_and_files(tmp_pat
     lengths, ids = drawn(1050)
     expected = dict(counted({"f": (lengths, ids)}, 100))
     assert dict(TableStatistics.from_parquet(parquet(tmp_path / "all.parquet", lengths, ids), 100)) == expected
-    cut = int(lengths[:333].sum())
+    cut = int(lengths[:300].sum())
     (tmp_path / "days").mkdir()
-    parquet(tmp_path / "days" / "0.parquet", lengths[:333], ids[:cut])
-    parquet(tmp_path / "days" / "1.parquet", lengths[333:], ids[cut:])
+    parquet(tmp_path / "days" / "0.parquet", lengths[:300], ids[:cut])
+    parquet(tmp_path / "days" / "1.parquet", lengths[300:], ids[cut:].astype(np.int32))
     assert dict(TableStatistics.from_parquet(tmp_path / "days", 100)) == expected
     few = TableStatistics.from_parquet(tmp_path / "days", 100, features={"g": "f", "user": "user"}, max_batches=2)
     assert few["g"].batches == 2 and few["user"].pooling_factor == 1.0 and few["user"].distinct_rows == 7
@@ -311,6 +311,10 @@ def test_files_keep_every_digit_and_how_many_batches_were_counted(tmp_path: Path
         ({"schema": SCHEMA, "features": {"a": 7}}, r"features\.a: .*got 7"),
         ({"schema": SCHEMA, "features": {"a": {"batch_size": 1}}}, r"features\.a: lacks 'pooling_factor'"),
         ({"schema": "dreamshard_planner.statistics/2", "features": {}}, SCHEMA),
+        (
+            {"schema": SCHEMA, "features": {"a": {"pooling_factor": 1, "batch_size": 0}}},
+            "batch size must be a whole number from 1 .*got 0",
+        ),
         (
             {"schema": SCHEMA, "features": {"a": {"pooling_factor": 1, "reuse_histogram": None, "batch_size": 1.5}}},
             r"features\.a\.batch_size: .* got 1.5",
