@@ -80,7 +80,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     """TorchRec's planner with learned cost, a learned policy, and search over every sharding type.
 
     It honours every argument of ``torchrec.distributed.planner.EmbeddingShardingPlanner``. A given component
-    (enumerator, proposer, partitioner, performance model) replaces ours.
+    (enumerator, proposer, partitioner, performance model) replaces ours. The estimates of a given enumerator are costs
+    with ``cost_source="torchrec"`` alone, and of kernels that are unknown here.
 
     Args:
         topology: the devices. By default the ranks of the process group, with cards, memory and links as the driver

@@ -68,7 +68,7 @@ LEAST_STEPS = 20
 DEFAULT_EVERY = 50
 """Batches from one whose ids are counted to the next, by default."""
 DEFAULTS: list[DefaultObservation] = []
-"""The observation that ``DistributedModelParallel`` began by itself, if there is one."""
+"""Observations that ``DistributedModelParallel`` began by itself, one per model; at most one is past its warm-up."""
 _BEGUN: Counter[str] = Counter()
 """Observations that this process has begun, by file name."""
 
@@ -268,9 +268,9 @@ def observe(
 
 
 def end_default() -> None:
-    """End the observation that began by itself, if there is one, without a record."""
+    """End the observations that began by themselves, without a record."""
     while DEFAULTS:
-        DEFAULTS.pop().end()
+        DEFAULTS[-1].end()
 
 
 def begin(model: nn.Module, planner: EmbeddingShardingPlanner) -> None:
@@ -292,10 +292,12 @@ def _failed(error: Exception, rank: int = 0) -> None:
 
 
 class DefaultObservation:
-    """The observation of a ``DistributedModelParallel`` that its planner has just planned on rank 0."""
+    """The observation of a ``DistributedModelParallel`` that its planner has just planned on rank 0.
+
+    Of several models in a job, the last one whose warm-up is over is observed; models that do not train disturb none.
+    """
 
     def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner, steps: int) -> None:
-        end_default()
         self._steps, self._seen, self._prediction = steps, 0, predicted(planner)
         if not dist.get_rank():
             logger.info(
@@ -317,6 +319,9 @@ class DefaultObservation:
         if self._observer is None:
             self._seen += 1
             if self._seen > WARM_UP_STEPS:
+                for other in [other for other in DEFAULTS if other._observer is not None]:
+                    logger.info("a model that began to train later is observed instead of the first")
+                    other.end()
                 self._observer = Observer(model, self._prediction, DEFAULT_EVERY, "automatic")
         elif self._observer.steps >= self._steps:
             self._keep()
@@ -332,7 +337,8 @@ class DefaultObservation:
         self._finalizer.detach()
         if observer is not None:
             observer.close()
-        DEFAULTS.clear()
+        if self in DEFAULTS:
+            DEFAULTS.remove(self)
         return observer
 
     def _keep(self) -> None:

@@ -67,9 +67,12 @@ def _observed(rank: Rank, home: str) -> tuple[list[float], list[float], list[str
     _surroundings(home)
     with logged("observing.observer") as records:
         model = shard(make_planner("dreamshard", rank), rank)
+        idle = shard(make_planner("torchrec", rank), rank)  # as a model for evaluation
         begun = _hooks(model)
         losses = train(model, rank, TRAINED, 2 * LOCAL_BATCH)
         _written()
+        del idle
+        gc.collect()
     left = _hooks(model)
     assert left != begun and not DEFAULTS
     _surroundings(home, "0")
