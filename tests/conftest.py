@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Typer and rich print for a terminal with colours where these say so, as on a public CI; typer asks at its import.
 for _name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERMINAL_WIDTH"):
     os.environ.pop(_name, None)
+load_libc10_first()  # tests time kernels: before anything imports torch, as the conftest.py of a folder does
 # A later list would count only where no test has started the server yet.
 multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
@@ -61,7 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Prepare torch, and set the number of cases of the fuzz tests."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the process that hands out tests runs none: it would import torch before the others start
-    load_libc10_first()  # tests time kernels: before anything imports torch
     import torch.distributed.optim  # dreamshard_planner imports it early if torch is there already
 
     torch.set_num_threads(1)
