@@ -347,7 +347,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 topology, groups = read_topology(*found), self._settings.sharding_groups
                 self._ranks = PlannedRanks.of(topology, self._checkpoint, groups, hardware_in_words(topology, found[1]))
                 self._topology: Topology = self._ranks.topology
-            if device not in (None, self._topology.compute_device):
+            if device in ("cpu", "cuda") and device != self._topology.compute_device:
                 raise DreamShardError(
                     f"the planner's topology is for {self._topology.compute_device}, and the model for {device}: give "
                     f"Topology compute_device={device!r}, or no topology"
