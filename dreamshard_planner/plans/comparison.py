@@ -2,16 +2,15 @@
 """Two plans beside each other: which tables moved, what has to be sent, under which names of ranks least has to be, and
 what each rank costs before and after; and differences between the inputs of a plan and those of its use.
 
-Other tables, ranks, memory, batch size or constraints make a plan stale: it may not run, not fit, or break what was
-asked for. What it was merely chosen by (statistics, bandwidths, cost source, seed) may differ when a job starts again,
-and is told beside its cost.
+Other tables, ranks, batch size or constraints make a plan stale: it may not run, or break what was asked for. Its other
+inputs (memory, lookups, statistics, bandwidths, cost source, seed) may differ when a job starts again, and are told
+beside its cost.
 
-Shapes: S shards of a table, D ranks, H pods, L ranks of a pod.
+Shapes: S shards of a table, D ranks, H pods, L ranks of a pod, X pairs of shards.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -220,12 +219,12 @@ def _changes(
     for fqn in alike:
         if one[fqn] == other[fqn] and was.groups == now.groups:
             continue
-        table_bytes = _received(before.inputs.tables[fqn], _on_all_ranks(one[fqn], was), _on_all_ranks(other[fqn], now))
-        for rank, received in table_bytes.items():
-            received_D[rank] += received
+        shards = _on_all_ranks(other[fqn], now)
+        bytes_S = _received_S(before.inputs.tables[fqn], _on_all_ranks(one[fqn], was), shards)
+        np.add.at(received_D, [shard.rank for shard in shards], bytes_S)
         retyped = (one[fqn].sharding_type, one[fqn].kernel) != (other[fqn].sharding_type, other[fqn].kernel)
         labels = _label(one[fqn], was), _label(other[fqn], now)
-        changes.append(TableChange(fqn, *labels, retyped, sum(table_bytes.values())))
+        changes.append(TableChange(fqn, *labels, retyped, int(bytes_S.sum())))
     return tuple(sorted(changes, key=lambda change: -change.bytes_received)), tuple(received_D.tolist())
 
 
@@ -238,25 +237,28 @@ def _on_all_ranks(table: TableSharding, topology: TopologyInputs) -> list[ShardP
     return [replace(shard, rank=rank) for shard in table.shards for rank in topology.replicas(shard.rank)]
 
 
-def _received(table: TableInputs, held: Sequence[ShardPlace], shards: Sequence[ShardPlace]) -> dict[int, int]:
-    """Return the bytes, optimizer states with them, that each rank receives for its shards, given what it holds."""
+def _received_S(table: TableInputs, held: Sequence[ShardPlace], shards: Sequence[ShardPlace]) -> np.ndarray:
+    """Return the bytes of each shard, optimizer states with them, that its own rank does not hold."""
     of_rank: dict[int, list[ShardPlace]] = {}
     for shard in held:
         of_rank.setdefault(shard.rank, []).append(shard)
-    received: dict[int, int] = {}
-    for shard in shards:
-        new = math.prod(shard.size) - sum(_common(shard, other) for other in of_rank.get(shard.rank, ()))
-        received[shard.rank] = received.get(shard.rank, 0) + table.trained_bytes(new, max(1, shard.size[1]))
-    return received
+    start_S2, size_S2 = np.array([(shard.offset, shard.size) for shard in shards], dtype=np.int64).swapaxes(0, 1)
+    new_S = size_S2.prod(-1)
+    pairs = [(index, old) for index, shard in enumerate(shards) for old in of_rank.get(shard.rank, ())]
+    if pairs:
+        index_X = [index for index, _ in pairs]
+        old_start_X2, old_size_X2 = np.array([(old.offset, old.size) for _, old in pairs]).swapaxes(0, 1)
+        kept_X = _common_elements(start_S2[index_X], size_S2[index_X], old_start_X2, old_size_X2)
+        np.subtract.at(new_S, index_X, kept_X)
+    return table.trained_bytes(new_S, size_S2[:, 1].clip(1))
 
 
-def _common(one: ShardPlace, other: ShardPlace) -> int:
-    """Return the number of elements that are in both shards."""
-    sides = (
-        min(start + size, start_2 + size_2) - max(start, start_2)
-        for start, size, start_2, size_2 in zip(one.offset, one.size, other.offset, other.size, strict=True)
-    )
-    return math.prod(max(0, side) for side in sides)
+def _common_elements(
+    start_2: np.ndarray, size_2: np.ndarray, other_start_2: np.ndarray, other_size_2: np.ndarray
+) -> np.ndarray:
+    """Return the number of elements that lie in both of two places, for any leading dimensions."""
+    sides_2 = np.minimum(start_2 + size_2, other_start_2 + other_size_2) - np.maximum(start_2, other_start_2)
+    return sides_2.clip(0).prod(-1)
 
 
 def received_SD(
@@ -278,9 +280,7 @@ def received_SD(
         return np.zeros((len(places), ranks), dtype=np.int64)
     new_SD = size_S2.prod(-1, keepdims=True).repeat(ranks, 1)
     for shard in held:
-        start_2, end_2 = np.array(shard.offset), np.add(shard.offset, shard.size)
-        sides_S2 = np.minimum(start_S2 + size_S2, end_2) - np.maximum(start_S2, start_2)
-        new_SD[:, shard.rank] -= sides_S2.clip(0).prod(-1)
+        new_SD[:, shard.rank] -= _common_elements(start_S2, size_S2, np.array(shard.offset), np.array(shard.size))
     return table.trained_bytes(new_SD, size_S2[:, 1:].clip(1))
 
 
