@@ -25,7 +25,7 @@ from dreamshard_planner.cost.correction import DIRECTIONS
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.cost.roofline import CPU_KERNELS, Kernels, RooflineCost
-from dreamshard_planner.workload.features import optimizer_of
+from dreamshard_planner.workload.tables import optimizer_of
 
 DATA = Path(__file__).parent / "data"
 TRAIN = [DATA / f"cpu-train-{name}.npz" for name in ("broad", "wide", "shards")]

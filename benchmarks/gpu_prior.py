@@ -30,10 +30,9 @@ from common.output import provenance, table_of, wide_console, write_result
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.devices import GPUS
-from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.reuse import histogram_of_counts
-from dreamshard_planner.workload.tables import Table, costed_optimizer, workloads_of
+from dreamshard_planner.workload.tables import Table, costed_optimizer, feature_matrix, workloads_of
 
 PUBLISHED = Path(__file__).parent / "data" / "published_gpu.json"
 KERNELS_ALONE_MS = 0.06

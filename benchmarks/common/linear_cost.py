@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
-from dreamshard_planner.workload.features import WORK, columns
+from dreamshard_planner.workload.tables import WORK, columns
 
 if TYPE_CHECKING:
     from dreamshard_planner.cost.dataset import LabelledSets

@@ -21,8 +21,7 @@ from dreamshard_planner.policy.network import Policy, roll_out
 from dreamshard_planner.policy.task import ShardingTask
 from dreamshard_planner.search.starts import OptionTotals
 from dreamshard_planner.search_space.sharding_types import TW
-from dreamshard_planner.workload.features import feature_matrix
-from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
+from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload, feature_matrix
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import collect
-from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.pools import pool_tables
-from dreamshard_planner.workload.tables import Table, Workload, workloads_of
+from dreamshard_planner.workload.tables import Table, Workload, feature_matrix, workloads_of
 from paper.networks import PaperCostNetwork, PaperFit, PaperPolicy
 from paper.placement_mdp import PlacementCost
 from paper.placement_policy import AnyPolicy, played

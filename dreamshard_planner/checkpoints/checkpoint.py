@@ -31,8 +31,7 @@ from dreamshard_planner.support.documents import Amount, check_version, one_of, 
 from dreamshard_planner.support.files import check_readable, parse_json, write_whole
 from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.support.reproducible import digest, neutral
-from dreamshard_planner.workload.features import NETWORK_FEATURES, feature_matrix
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import NETWORK_FEATURES, Workload, feature_matrix
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dreamshard_planner.workload.features import columns, optimizer_of
+from dreamshard_planner.workload.tables import columns, optimizer_of
 
 
 def overall_ms(compute_X: Tensor, collectives_X: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from dreamshard_planner.cost.compute import EXTENT, LEAST_SCALE, OPTIMIZERS, UNCHANGED, ComputeCost, Corrections
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import predict_ms
-from dreamshard_planner.workload.features import columns, optimizer_of
+from dreamshard_planner.workload.tables import columns, optimizer_of
 
 DIRECTIONS = ("forward", "backward")
 

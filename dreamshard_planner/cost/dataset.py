@@ -31,8 +31,7 @@ from dreamshard_planner.errors import DatasetError
 from dreamshard_planner.support.documents import check_version
 from dreamshard_planner.support.files import MAX_READ_BYTES, check_readable, parse_json, write_whole
 from dreamshard_planner.support.formatting import brief
-from dreamshard_planner.workload.features import feature_matrix
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import Workload, feature_matrix
 
 KIND = "dreamshard cost dataset"
 NPZ_SCHEMA = 2

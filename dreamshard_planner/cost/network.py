@@ -31,8 +31,15 @@ from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.roofline import Kernels, RooflineCost
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.support.formatting import progress_bar
-from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, columns, optimizer_of, scaling
-from dreamshard_planner.workload.tables import OPTIMIZERS
+from dreamshard_planner.workload.tables import (
+    DESCRIPTORS,
+    FEATURE_INDEX,
+    OPTIMIZERS,
+    WORK,
+    columns,
+    optimizer_of,
+    scaling,
+)
 
 NAMED_DESCRIPTORS = {
     "log2_rows": "rows",

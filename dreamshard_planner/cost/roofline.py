@@ -21,9 +21,8 @@ from torch import Tensor
 
 from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
 from dreamshard_planner.devices import GPUS, card_of, gpu_of
-from dreamshard_planner.workload.features import FEATURE_INDEX, REUSE_FEATURES, columns
 from dreamshard_planner.workload.reuse import bin_mean_reuse
-from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
+from dreamshard_planner.workload.tables import FEATURE_INDEX, INDEX_BYTES, OUTPUT_BYTES, REUSE_FEATURES, columns
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology

@@ -45,8 +45,7 @@ from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.problem.parts import Links, lookup_exchanges, sorting_bytes
 from dreamshard_planner.search_space.sharding_types import DENSE, FUSED, SHARDING_TYPES
 from dreamshard_planner.support.reproducible import neutral
-from dreamshard_planner.workload.features import optimizer_of
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import Workload, optimizer_of
 
 OTHER_LOOKUPS = 0.1
 """Relative difference of a kernel's lookups from those in the batches' statistics up to which both are one workload."""

@@ -26,8 +26,7 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.options import fqn_of, perf_of, ranks_of
 from dreamshard_planner.search_space.sharding_types import serves
 from dreamshard_planner.support.formatting import first_of
-from dreamshard_planner.workload.features import FEATURE_INDEX
-from dreamshard_planner.workload.tables import OPTIMIZERS
+from dreamshard_planner.workload.tables import FEATURE_INDEX, OPTIMIZERS
 
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
 """An exchange that costs nothing of its own."""

@@ -42,8 +42,8 @@ from dreamshard_planner.search_space.enumeration import (
 from dreamshard_planner.search_space.options import by_table, counted, fqn_of, hot_rows_of, perf_of, total_ms, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, is_known
 from dreamshard_planner.support.formatting import first_of, size_in_words
-from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FEATURE_INDEX
 
 SKEW_SHOWN = 2.0
 """Lookups of a row block over its even share from which a note tells it."""

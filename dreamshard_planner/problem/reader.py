@@ -51,7 +51,6 @@ from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_o
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.sharding_types import CACHING, DENSE, in_host_memory, kernel_of, serves
 from dreamshard_planner.torchrec_components import compat
-from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import (
@@ -60,6 +59,7 @@ from dreamshard_planner.workload.tables import (
     Table,
     Workload,
     costed_optimizer,
+    feature_matrix,
     workloads_of,
 )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.problem import Cost, Problem, Sharding, counted_up, has_room
-from dreamshard_planner.workload.features import FEATURE_INDEX
+from dreamshard_planner.workload.tables import FEATURE_INDEX
 
 
 def _column(features_SF: Tensor, name: str) -> Tensor:

@@ -20,7 +20,7 @@ from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.devices import UNKNOWN_CARD
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.policy.network import Policy, PolicyConfig
-from dreamshard_planner.workload.features import FEATURE_NAMES, NETWORK_FEATURES
+from dreamshard_planner.workload.tables import FEATURE_NAMES, NETWORK_FEATURES
 from tests.cli.test_commands import run_json
 from tests.planning.test_context import model
 from tests.pretended import H100

@@ -29,11 +29,10 @@ from dreamshard_planner.errors import CheckpointError, TaskError
 from dreamshard_planner.measure.sets import draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.training import QUICK
-from dreamshard_planner.workload.features import FEATURE_INDEX, columns, feature_matrix
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.pools import meta_like, pool_tables, split_tables
+from dreamshard_planner.workload.tables import FEATURE_INDEX, Table, Workload, columns, feature_matrix, workloads_of
 from dreamshard_planner.workload.tables import OPTIMIZERS as STATES
-from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
 
 def synthetic_ms(workloads: list[Workload]) -> list[float]:

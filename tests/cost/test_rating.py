@@ -19,8 +19,7 @@ from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig, predict_ms
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.cost.roofline import AMD_KERNELS, Kernels, RooflineCost
-from dreamshard_planner.workload.features import FEATURE_INDEX, WORK, feature_matrix
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import FEATURE_INDEX, WORK, Workload, feature_matrix
 from paper.networks import PaperCostNetwork
 
 

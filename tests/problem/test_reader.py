@@ -23,8 +23,7 @@ from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.workload.features import FEATURE_INDEX
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import FEATURE_INDEX, Workload
 
 ROWS, DIM, SAMPLES, LENGTH, RANKS = 10_000, 32, 128, 20, 4
 

@@ -18,7 +18,7 @@ from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.workload.features import FEATURE_INDEX
+from dreamshard_planner.workload.tables import FEATURE_INDEX
 
 WHOLE_ALONE = AllowedTypes(topology(1), ("table_wise",))
 

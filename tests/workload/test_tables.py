@@ -10,9 +10,16 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from dreamshard_planner import FeatureStatistics, TaskError
-from dreamshard_planner.workload.features import columns, feature_matrix, optimizer_of
 from dreamshard_planner.workload.pools import named_pool
-from dreamshard_planner.workload.tables import OPTIMIZERS, Table, costed_optimizer, workloads_of
+from dreamshard_planner.workload.tables import (
+    OPTIMIZERS,
+    Table,
+    columns,
+    costed_optimizer,
+    feature_matrix,
+    optimizer_of,
+    workloads_of,
+)
 
 
 def test_tables_refuse_what_cannot_be() -> None:
