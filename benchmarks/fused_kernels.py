@@ -32,9 +32,8 @@ import torch
 
 from common.measured_costs import spread
 from common.output import provenance, table_of, wide_console, write_result
-from dreamshard_planner.measure.kernels import Arena, FusedKernel
+from dreamshard_planner.measure.kernels import Arena, FusedKernel, time_groups
 from dreamshard_planner.measure.sets import REFERENCE_SETS
-from dreamshard_planner.measure.timing import time_groups
 from dreamshard_planner.support.reproducible import single_thread
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse

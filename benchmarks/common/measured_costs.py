@@ -13,9 +13,8 @@ from torch import Tensor
 
 from dreamshard_planner.cost.dataset import REFERENCE_STRENGTH
 from dreamshard_planner.cost.problem import Cost, PlacementCosts
-from dreamshard_planner.measure.kernels import Arena, FusedKernel
+from dreamshard_planner.measure.kernels import Arena, FusedKernel, Samples, time_groups
 from dreamshard_planner.measure.sets import REFERENCE_SETS
-from dreamshard_planner.measure.timing import Samples, time_groups
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Workload
 
 ShardSet = tuple[int, ...]

@@ -43,7 +43,7 @@ from dreamshard_planner.cost.collectives import (
 )
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.measure.timing import freed_memory_kept
+from dreamshard_planner.measure.kernels import freed_memory_kept
 from dreamshard_planner.support.files import check_writable, read_json, write_whole
 from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.support.reproducible import single_thread

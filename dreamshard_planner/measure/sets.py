@@ -27,8 +27,7 @@ import torch
 from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, require_same_hardware
 from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.measure.kernels import Arena, FusedKernel
-from dreamshard_planner.measure.timing import time_groups
+from dreamshard_planner.measure.kernels import Arena, FusedKernel, time_groups
 from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.support.reproducible import intra_op_threads

@@ -5,7 +5,6 @@ The only part that needs hardware is the collection; everything after it works o
 """
 
 from dreamshard_planner.training.calibration import calibrate
-from dreamshard_planner.training.policies import QUICK, TrainingConfig, drawn_tasks
-from dreamshard_planner.training.rounds import learn, train, train_on_roofline
+from dreamshard_planner.training.rounds import QUICK, TrainingConfig, drawn_tasks, learn, train, train_on_roofline
 
 __all__ = ["QUICK", "TrainingConfig", "calibrate", "drawn_tasks", "learn", "train", "train_on_roofline"]

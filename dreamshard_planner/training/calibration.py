@@ -19,9 +19,8 @@ from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
 from dreamshard_planner.measure.hardware import hardware_name
-from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.measure.kernels import Arena, core_use_ns
 from dreamshard_planner.measure.sets import collect, draw_sets, most_sets
-from dreamshard_planner.measure.timing import core_use_ns
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.pools import pool_tables
 from dreamshard_planner.workload.tables import Table, Workload

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.measured_costs import SetClock
-from dreamshard_planner.measure import timing
+from dreamshard_planner.measure import kernels
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.sets import collect, draw_sets
@@ -84,13 +84,13 @@ def test_launch_bound_runs_get_a_longer_head_start(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(timing, "_FLUSH_BYTES", 1)
+    monkeypatch.setattr(kernels, "_FLUSH_BYTES", 1)
     monkeypatch.setattr(_Event, "reached_before", reached_before, raising=False)
     monkeypatch.setattr(torch.Tensor, "zero_", lambda _: setattr(_Event, "flushes", _Event.flushes + 1))
     moves = []
     kernel = FusedKernel([workload()], Arena("cpu", size_bytes=1 << 20))
     monkeypatch.setattr(kernel, "move", lambda: moves.append(1))
-    cuda = timing._CudaRuns(torch.device("cpu"))
+    cuda = kernels._CudaRuns(torch.device("cpu"))
     first = cuda(kernel)
     assert len(moves) == runs
     second = cuda(kernel)  # behind as many flushes at once

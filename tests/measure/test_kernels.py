@@ -27,9 +27,8 @@ from dreamshard_planner.measure.hardware import (
     check_kernels,
     describe_hardware,
 )
-from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
+from dreamshard_planner.measure.kernels import Arena, FusedKernel, core_use_ns, draw_inputs, time_groups
 from dreamshard_planner.measure.sets import REFERENCE_SETS, collect
-from dreamshard_planner.measure.timing import core_use_ns, time_groups
 from dreamshard_planner.support.reproducible import intra_op_threads
 from dreamshard_planner.workload.tables import Workload
 

@@ -15,7 +15,7 @@ from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.reinforce import ReinforceConfig, standing
 from dreamshard_planner.training import QUICK, TrainingConfig, drawn_tasks
-from dreamshard_planner.training.policies import improve, validate_policy
+from dreamshard_planner.training.rounds import improve, validate_policy
 from dreamshard_planner.workload.pools import pool_tables
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
