@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
 from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings, answering
 from dreamshard_planner.planning.ranks import (
     PlannedRanks,
+    RankHardware,
     ShardingGroups,
     check_hosts,
     check_ranks,
@@ -334,54 +336,56 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "collective_plan needs a process group: call torch.distributed.init_process_group() first, or "
                 "use plan(), which needs none"
             )
-        ranks = pg.size()
-
-        def device_to_read() -> str | None:
-            """Return the kind of device to read; None to read nothing, as for the ranks of a single sharding group."""
-            all_ranks = self._ranks.all_ranks
-            reads = self._reads_topology and (all_ranks is None or ranks == all_ranks.world_size)
-            return (device or devices.device_of_ranks()) if reads else None
-
-        def make() -> ShardingPlan:
-            if found is not None:
-                topology, groups = read_topology(*found), self._settings.sharding_groups
-                self._ranks = PlannedRanks.of(topology, self._checkpoint, groups, hardware_in_words(topology, found[1]))
-                self._topology: Topology = self._ranks.topology
-            if device in ("cpu", "cuda") and device != self._topology.compute_device:
-                raise DreamShardError(
-                    f"the planner's topology is for {self._topology.compute_device}, and the model for {device}: give "
-                    f"Topology compute_device={device!r}, or no topology"
-                )
-            check_ranks(self._topology.world_size, self._ranks.all_ranks, ranks, in_groups)
-            given = get_default_sharders() if sharders is None else sharders
-            if self.plan_loader is not None:
-                return self.plan(module, given)
-            own, self._remembered = self._settings, Remembered.of_module(module, given, self._topology)
-            try:
-                self._settings = self._remembered.completed(own)
-                return self.plan(module, given)
-            except (PlannerError, StatisticsError) as error:
-                if self._settings is own:
-                    raise
-                logger.warning("planned without what earlier trainings observed: %s", error)
-            finally:
-                self._settings, self._remembered = own, None
-            return self.plan(module, given)
-
-        def fitting() -> ShardingPlan:
-            plan = make()
-            if self._topology.world_size == ranks:
-                check_hosts(plan, self._topology)
-                if self._ranks.all_ranks is None:  # DMPCollection places the shards of sharding groups
-                    place_on_hosts(plan, self._topology)
-            return plan
-
+        all_ranks = self._ranks.all_ranks  # those of a single sharding group are not read
+        reads = self._reads_topology and (all_ranks is None or pg.size() == all_ranks.world_size)
         try:
             check_tables(module, pg)
-            found = gathered(pg, device_to_read)
-            return plan_on_rank_0(fitting, pg)
+            found = gathered(pg, lambda: (device or devices.device_of_ranks()) if reads else None)
+            given = get_default_sharders() if sharders is None else sharders
+            return plan_on_rank_0(partial(self._plan_for, pg.size(), found, in_groups, device, module, given), pg)
         finally:
             del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
+
+    def _plan_for(
+        self,
+        ranks: int,
+        found: tuple[str, list[RankHardware]] | None,
+        in_groups: bool,
+        device: str | None,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[nn.Module]],
+    ) -> ShardingPlan:
+        """Plan for a process group of so many ranks, on the hardware that was read of them, if any."""
+        if found is not None:
+            topology, groups = read_topology(*found), self._settings.sharding_groups
+            self._ranks = PlannedRanks.of(topology, self._checkpoint, groups, hardware_in_words(topology, found[1]))
+            self._topology: Topology = self._ranks.topology
+        if device in ("cpu", "cuda") and device != self._topology.compute_device:
+            raise DreamShardError(
+                f"the planner's topology is for {self._topology.compute_device}, and the model for {device}: give "
+                f"Topology compute_device={device!r}, or no topology"
+            )
+        check_ranks(self._topology.world_size, self._ranks.all_ranks, ranks, in_groups)
+        plan = self.plan(module, sharders) if self.plan_loader else self._plan_as_remembered(module, sharders)
+        if self._topology.world_size == ranks:
+            check_hosts(plan, self._topology)
+            if self._ranks.all_ranks is None:  # DMPCollection places the shards of sharding groups
+                place_on_hosts(plan, self._topology)
+        return plan
+
+    def _plan_as_remembered(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Plan with what earlier trainings of the same tables observed, or without if that is not possible."""
+        own, self._remembered = self._settings, Remembered.of_module(module, sharders, self._topology)
+        try:
+            self._settings = self._remembered.completed(own)
+            return self.plan(module, sharders)
+        except (PlannerError, StatisticsError) as error:
+            if self._settings is own:
+                raise
+            logger.warning("planned without what earlier trainings observed: %s", error)
+        finally:
+            self._settings, self._remembered = own, None
+        return self.plan(module, sharders)
 
     @neutral()
     def hash_planner_context_inputs_str(self) -> str:
