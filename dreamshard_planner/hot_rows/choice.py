@@ -144,7 +144,7 @@ def _candidates(model: ModelProblem) -> list[_Candidate]:
             option.compute_kernel != "fused"
             or len(set(names)) < len(names)
             or in_smaller_batches({name: statistics[name] for name in names if name in statistics})
-            or any(one.batch_sizes for name, one in (model.context.constraints or {}).items() if name in tables)
+            or any(one.batch_sizes for name, one in model.context.constraints.items() if name in tables)
             or why_not_hot_rows(arguments, option.tensor.dtype, topology.compute_device)
         ):
             continue

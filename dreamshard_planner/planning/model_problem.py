@@ -167,17 +167,16 @@ class ModelProblem:
     @property
     def sharders(self) -> Sharders:
         """Sharders of the module."""
-        return self.context.sharders or ()
+        return self.context.sharders
 
     @property
     def left_out(self) -> dict[str, dict[str, str]]:
         """Sharding types that each table may not take, with reasons, by its fully qualified name."""
-        return {} if self.context.constraints is None else self.context.constraints.left_out
+        return self.context.constraints.left_out
 
     def training_change(self, option: ShardingOption) -> str | None:
         """Return why a table trains differently than a whole one by the type of an option, or None."""
-        changes = {} if self.context.constraints is None else self.context.constraints.changes
-        return changes.get(fqn_of(option), {}).get(option.sharding_type)
+        return self.context.constraints.changes.get(fqn_of(option), {}).get(option.sharding_type)
 
     @cached_property
     def searched(self) -> list[ShardingOption]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 
@@ -97,14 +97,14 @@ class PlanRater:
     ranks: PlannedRanks
     reader: OptionReader
     cost_source: str = "auto"
-    constraints: PlanningConstraints | None = None
+    constraints: PlanningConstraints = field(default_factory=PlanningConstraints)
     """Constraints for TorchRec's estimators."""
-    sharders: Sequence[ModuleSharder[nn.Module]] | None = None
-    """Sharders of the model; None if its options are estimated already."""
+    sharders: Sequence[ModuleSharder[nn.Module]] = ()
+    """Sharders of the model; none if its options are estimated already."""
 
     def with_statistics(self, statistics: TableStatistics) -> PlanRater:
         """Return a rater by other statistics, for costs alone: it keeps no placement rule."""
-        return replace(self, reader=OptionReader(self.constraints, statistics, self.sharders or ()))
+        return replace(self, reader=OptionReader(self.constraints, statistics, self.sharders))
 
     @cached_property
     def _costs(self) -> CheckpointCosts:
@@ -123,10 +123,10 @@ class PlanRater:
     @cached_property
     def _torchrec(self) -> list[ShardEstimator]:
         """TorchRec's estimators of perf and storage; empty without sharders."""
-        if self.sharders is None:
+        if not self.sharders:
             return []
         perf, storage = torchrec_estimators(self.ranks.topology, self.constraints)
-        if self._costs.takes_estimates and self.constraints is not None:
+        if self._costs.takes_estimates:
             # Costs are TorchRec's, while memory is for the actual lookups.
             perf = WithLengths(perf, self.constraints.torchrec_lengths)
         return [perf, AllocatedStorage(storage, self.reader, self.ranks.topology)]
@@ -161,20 +161,20 @@ class PlanRater:
             return []
         copies = [copy.deepcopy(option) for option in options]
         with other_lengths(copies, lambda option: [POOLING_FACTOR] * len(option.input_lengths)):
-            estimate_all(torchrec_estimators(self.ranks.topology)[:1], copies, self.sharders or ())
+            estimate_all(torchrec_estimators(self.ranks.topology)[:1], copies, self.sharders)
         return copies
 
     def estimate_missing(self, options: list[ShardingOption], with_perf: bool = False) -> None:
         """Estimate missing storage in place, as TorchRec does, and missing perf if asked for or the cost source."""
         bare = [option for option in options if any(shard.storage is None for shard, _ in counted(option))]
-        estimate_all(self._torchrec[1:], bare, self.sharders or ())
+        estimate_all(self._torchrec[1:], bare, self.sharders)
         if with_perf or self._costs.takes_estimates:
             bare = [option for option in options if None in perf_of(option)]
-            estimate_all(self._torchrec[:1], bare, self.sharders or ())
+            estimate_all(self._torchrec[:1], bare, self.sharders)
 
     def enumerator(self, batch_size: int) -> FastEnumerator:
         """Make TorchRec's enumerator for a planner's model and a local batch, with pooling factors per feature."""
-        asked = {name for name, constraint in (self.constraints or {}).items() if constraint.min_partition}
+        asked = {name for name, constraint in self.constraints.items() if constraint.min_partition}
         return FastEnumerator(
             self.ranks.topology,
             batch_size,
@@ -186,7 +186,7 @@ class PlanRater:
 
     def searched_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options of a model that planning searches; raises PlannerError if a table has none."""
-        allowed = as_constrained(search_space, self.constraints or {})
+        allowed = as_constrained(search_space, self.constraints)
         return self.usable_options(without_idle_halves(allowed, self.alone_ms, self.ranks.topology.world_size))
 
     def usable_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
@@ -204,7 +204,7 @@ class PlanRater:
 
     def splitting_left_out(self, table: str) -> dict[str, str]:
         """Return the types in several parts that a table may not take, with reasons, by fully qualified name."""
-        left_out = self.constraints.left_out.get(table, {}) if self.constraints is not None else {}
+        left_out = self.constraints.left_out.get(table, {})
         return {
             kind: left_out[kind] for kind, spec in SHARDING_TYPES.items() if spec.splits_unasked and kind in left_out
         }
@@ -221,7 +221,7 @@ class PlanRater:
         if bare and not self._torchrec:
             raise unpriced(bare[0], "its options come without perf")
         if bare:
-            estimate_all(self._torchrec[:1], bare, self.sharders or ())
+            estimate_all(self._torchrec[:1], bare, self.sharders)
         return self.reader.read(options, topology or self.ranks.topology, self.links, with_storage)
 
     def cost(self, read: ReadProblem) -> Cost:

@@ -394,7 +394,7 @@ def _widened(model: ModelProblem, **settings: Any) -> tuple[PlanRater, dict[str,
     """Return a rater under changed settings, and the sharding types that only these allow, by table name."""
     tables = shardable_tables(model.skeleton, model.sharders, model.settings.statistics)
     constraints = constraints_under(replace(model.settings, **settings), model.ranks, tables, model.legal)
-    known: Mapping[str, ParameterConstraints] = model.context.constraints or {}
+    known: Mapping[str, ParameterConstraints] = model.context.constraints
     exact = {name: set(constraint.sharding_types or ()) for name, constraint in known.items()}
     opened = {
         name: types

@@ -257,8 +257,8 @@ def _keep_means_apart(
 class PlanningConstraints(dict[str, ParameterConstraints]):
     """Constraints by table name, made by :func:`planning_constraints`."""
 
-    def __init__(self, constraints: Mapping[str, ParameterConstraints]) -> None:
-        super().__init__(constraints)
+    def __init__(self, constraints: Mapping[str, ParameterConstraints] | None = None) -> None:
+        super().__init__(constraints or {})
         self.left_out: dict[str, dict[str, str]] = {}
         """Sharding types that a table may not take, and why, by its fully qualified name."""
         self.changes: dict[str, dict[str, str]] = {}

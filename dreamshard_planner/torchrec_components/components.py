@@ -185,7 +185,7 @@ def kept_baseline(
     least = (LEAST_GAIN if guessed else 0.0) if settings.least_gain is None else settings.least_gain
     if theirs is None or least == 0.0 or signatures(theirs) == signatures(plan):
         return None
-    baseline, searched = model.rated(theirs), model.rated(plan)
+    baseline, searched = (model.context.rated(one, model.left) for one in (theirs, plan))
     gain = 1 - searched.total_ms / max(baseline.total_ms, 1e-9)
     if gain >= least:
         return None
