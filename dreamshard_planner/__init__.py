@@ -22,9 +22,9 @@ from dreamshard_planner.errors import StatisticsError as StatisticsError
 from dreamshard_planner.errors import TaskError as TaskError
 
 if TYPE_CHECKING:
-    from dreamshard_planner.across_plans.loading import AcrossPlansLoadPlanner as AcrossPlansLoadPlanner
-    from dreamshard_planner.across_plans.loading import load_across_plans as load_across_plans
-    from dreamshard_planner.across_plans.saving import save_across_plans as save_across_plans
+    from dreamshard_planner.across_plans.state_dicts import AcrossPlansLoadPlanner as AcrossPlansLoadPlanner
+    from dreamshard_planner.across_plans.state_dicts import load_across_plans as load_across_plans
+    from dreamshard_planner.across_plans.state_dicts import save_across_plans as save_across_plans
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint as Checkpoint
     from dreamshard_planner.model_parallel import DistributedModelParallel as DistributedModelParallel
     from dreamshard_planner.observing.observation import Observation as Observation
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dreamshard_planner.workload.statistics import TableStatistics as TableStatistics
 
 _HOMES = {
-    "AcrossPlansLoadPlanner": "across_plans.loading",
+    "AcrossPlansLoadPlanner": "across_plans.state_dicts",
     "Checkpoint": "checkpoints.checkpoint",
     "Comparison": "plans.comparison",
     "DistributedModelParallel": "model_parallel",
@@ -66,9 +66,9 @@ _HOMES = {
     "attach_optimizers": "torchrec_components.replica_optimizers",
     "compare": "plans.comparison",
     "compare_steps": "observing.step_comparison",
-    "load_across_plans": "across_plans.loading",
+    "load_across_plans": "across_plans.state_dicts",
     "observe": "observing.observer",
-    "save_across_plans": "across_plans.saving",
+    "save_across_plans": "across_plans.state_dicts",
     "save_html": "planning.page",
 }
 """Modules of the names that are imported at their first use; type checkers read the imports above."""

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, TensorWriteData
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
@@ -198,6 +198,14 @@ def saved_tables(metadata: Metadata) -> dict[str, SavedTable]:
 
 PIECE_BYTES = 64 << 20
 """Bytes that are read, written or kept beside the shards at a time."""
+
+
+def pieces(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield first row and rows of blocks of at most :data:`PIECE_BYTES`, and at least one row."""
+    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    return ((start, min(step, rows - start)) for start in range(0, rows, step))
+
+
 _WITHOUT_ROWS = ("._output_segments_tensor", "._current_iter_tensor", "._scalar_logger_steps", "._hash_zch_bucket")
 """Ends of the names of managed collisions' buffers that every rank has whole."""
 
@@ -207,34 +215,16 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Read:
+class Read(ReadItem):
     """Part of a checkpoint to copy into a shard, or to add with a factor, its share."""
 
-    item: ReadItem
     share: float | None = None
 
 
-def read_bytes(key: str) -> ReadItem:
+def read_bytes(key: str) -> Read:
     """Return a read of an entry that is no tensor."""
     index, zero = MetadataIndex(key), torch.Size([0])
-    return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
-
-
-def rectangle(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-
-
-def pieces(
-    whole: ChunkStorageMetadata, like: TensorStorageMetadata | TensorWriteData
-) -> Iterator[ChunkStorageMetadata]:
-    """Yield blocks of rows of at most :data:`PIECE_BYTES`, and at least one row."""
-    if not whole.sizes:
-        yield whole
-        return
-    step = max(1, PIECE_BYTES // max(1, like.properties.dtype.itemsize * math.prod(like.size[1:])))
-    for start in range(0, whole.sizes[0], step):
-        rows = min(step, whole.sizes[0] - start)
-        yield rectangle((whole.offsets[0] + start, *whole.offsets[1:]), (rows, *whole.sizes[1:]))
+    return Read(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
 
 
 def check_row_blocks(key: str, entry: TensorStorageMetadata, table: str, here: Iterable[ChunkStorageMetadata]) -> None:
@@ -262,16 +252,10 @@ def overlaps(
     share: float | None = None,
 ) -> list[Read]:
     """Return reads of a rectangle of a saved tensor into a shard; raises RefusedError if a part is missing."""
-    parts, reads = list(pieces(wanted, entry)), []
-    found = create_read_items_for_chunk_list(key, entry, parts)
+    found = create_read_items_for_chunk_list(key, entry, [wanted])
     if sum(math.prod(item.lengths) for item in found) != math.prod(wanted.sizes):
         raise RefusedError(f"the checkpoint does not hold all of {key}")
-    for item in found:
-        offsets = list(item.dest_offsets)
-        if offsets and (number := item.dest_index.index) is not None:
-            offsets[0] += parts[number].offsets[0] - wanted.offsets[0]
-        reads.append(Read(replace(item, dest_index=index, dest_offsets=torch.Size(offsets)), share))
-    return reads
+    return [Read(**{**vars(item), "dest_index": index}, share=share) for item in found]
 
 
 def state_reads(
@@ -293,7 +277,7 @@ def state_reads(
     if JOINS.get(name) is Join.SINGLE:
         zeros, ones = torch.Size([0] * len(entry.size)), torch.Size([1] * len(entry.size))
         saved = MetadataIndex(key, entry.chunks[0].offsets, 0)
-        return [Read(ReadItem(LoadItemType.TENSOR, index, zeros, saved, zeros, ones))]
+        return [Read(LoadItemType.TENSOR, index, zeros, saved, zeros, ones)]
     if sizes == tuple(weights.sizes) and entry.size == table.entry.size:
         return overlaps(key, entry, weights, index)
     per_row = tuple(entry.size) in ((rows * len(table.slices),), (rows, 1))
@@ -305,8 +289,8 @@ def state_reads(
     reads, slices = [], _slices_in_common(table, name, weights)
     width = sum(slices.values())
     for number, columns in slices.items():
-        down = number * rows + weights.offsets[0]
-        wanted = rectangle((down, 0)[: len(entry.size)], (weights.sizes[0], 1)[: len(entry.size)])
+        offsets, lengths = torch.Size([number * rows + weights.offsets[0], 0]), torch.Size([weights.sizes[0], 1])
+        wanted = ChunkStorageMetadata(offsets[: len(entry.size)], lengths[: len(entry.size)])
         reads += overlaps(key, entry, wanted, index, columns / width if len(slices) > 1 else None)
     return reads
 
@@ -380,17 +364,20 @@ class BoundedReader(FileSystemReader):
                 saved = torch.load(self._slice_file(file, stored), map_location="cpu", weights_only=True)
             if not saved.is_contiguous() or saved.storage_offset():
                 raise CheckpointError(f"{self.path}: {item.storage_index.fqn} is not contiguous")
-            row_bytes = math.prod(saved.shape[1:]) * saved.itemsize
-            file.seek(stored.offset + saved.untyped_storage()._checkpoint_offset + item.storage_offsets[0] * row_bytes)
-            content = bytearray(item.lengths[0] * row_bytes)
-            if file.readinto(content) != len(content):
-                raise EOFError(f"{stored.relative_path} ends early")
-        rows = torch.frombuffer(content, dtype=saved.dtype).view(-1, *saved.shape[1:])
-        for dim in range(1, rows.dim()):
-            rows = rows.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
-        target = planner.resolve_tensor(item)
-        target.copy_(rows)
-        planner.commit_tensor(item, target)
+            first, row_bytes = item.storage_offsets[0], math.prod(saved.shape[1:]) * saved.itemsize
+            file.seek(stored.offset + saved.untyped_storage()._checkpoint_offset + first * row_bytes)
+            for start, count in pieces(item.lengths[0], row_bytes):
+                content = bytearray(count * row_bytes)
+                if file.readinto(content) != len(content):
+                    raise EOFError(f"{stored.relative_path} ends early")
+                rows = torch.frombuffer(content, dtype=saved.dtype).view(-1, *saved.shape[1:])
+                for dim in range(1, rows.dim()):
+                    rows = rows.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
+                offsets = torch.Size([item.dest_offsets[0] + start, *item.dest_offsets[1:]])
+                part = replace(item, dest_offsets=offsets, lengths=rows.shape)
+                target = planner.resolve_tensor(part)
+                target.copy_(rows)
+                planner.commit_tensor(part, target)
 
 
 def describe(path: str | Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from dreamshard_planner import CheckpointError, load_across_plans, save_across_plans
-from dreamshard_planner.across_plans import reading, saving
+from dreamshard_planner.across_plans import reading, state_dicts
 from dreamshard_planner.across_plans.reading import BoundedReader, describe
 from dreamshard_planner.errors import FileError
 from tests.cli.test_commands import run, run_json
@@ -285,7 +285,7 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
 
 def _killed(folder: Path, count: int) -> None:
     calls = iter(range(count))
-    real = saving.WholeWriter.write_data
+    real = state_dicts.WholeWriter.write_data
 
     def write_data(self: Any, *arguments: Any) -> Any:
         if next(calls, None) is None:
@@ -295,7 +295,7 @@ def _killed(folder: Path, count: int) -> None:
     def rename(*arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    saving.WholeWriter.write_data, saving.os.rename = write_data, rename
+    state_dicts.WholeWriter.write_data, state_dicts.os.rename = write_data, rename
     save_across_plans({"model": {WEIGHT: torch.zeros(ROWS, DIM)}}, folder / "new")
 
 

@@ -1,13 +1,20 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Load a checkpoint of a sharded model under any other plan of the same tables."""
+"""Save a sharded model, in small pieces and whole or not at all, and load it under any other plan of its tables."""
 
 from __future__ import annotations
 
 import functools
 import io
+import math
 import operator
 import os
+import secrets
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from glob import escape
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,34 +22,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from dreamshard_planner.across_plans.reading import (
-    STEP_COUNT,
-    BoundedReader,
-    KeyPath,
-    Read,
-    RefusedError,
-    check_named,
-    check_row_blocks,
-    is_dropped,
-    is_named,
-    needs_no_step_count,
-    overlaps,
-    owner,
-    paths,
-    read_bytes,
-    remapped_table,
-    saved_tables,
-    state_of,
-    state_reads,
-    table_names,
-)
-from dreamshard_planner.errors import CheckpointError, DreamShardError
+from dreamshard_planner.across_plans import reading
+from dreamshard_planner.across_plans.reading import KeyPath, Read, RefusedError
+from dreamshard_planner.errors import CheckpointError, DreamShardError, FileError
 from dreamshard_planner.hot_rows.replicas import read_after_load
 from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.torchrec_components.compat import unread_metadata
@@ -73,12 +66,52 @@ def load_across_plans(
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be converted; names tables, states and fixes.
     """
-    reader, planner = BoundedReader(path), AcrossPlansLoadPlanner(added, dropped, fresh)
+    reader, planner = reading.BoundedReader(path), AcrossPlansLoadPlanner(added, dropped, fresh)
     try:
         load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
     except CheckpointException as failure:
         raise users_error(failure) from failure
     read_after_load(planner.state_dict.values())
+
+
+def save_across_plans(
+    state_dict: dict[str, Any], path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Save like ``torch.distributed.checkpoint.save``, which can load the result, but in bounded memory beside the
+    shards; the folder appears when it is complete.
+
+    Args:
+        state_dict: state dicts of the model and its optimizers.
+        path: a new folder that all ranks can write to.
+
+    Raises:
+        FileError: the folder exists, or cannot be written.
+    """
+    state_dict = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    token = [secrets.token_hex(4)]
+    if dist.is_available() and dist.is_initialized():
+        state_dict = _with_groups_of_all_ranks(state_dict, process_group)
+        dist.broadcast_object_list(token, group=process_group, group_src=0)
+    writer = WholeWriter(path, *token)
+    try:
+        save(state_dict, storage_writer=writer, planner=PiecesSavePlanner(), process_group=process_group)
+    except CheckpointException as failure:
+        raise users_error(failure) from failure
+
+
+def _with_groups_of_all_ranks(value: Any, process_group: dist.ProcessGroup | None) -> Any:
+    """Return a copy whose lists ``param_groups`` hold the groups of all ranks.
+
+    Groups are saved under their number: one rank's groups would hide another's, with the learning rates of its tables.
+    """
+    if not isinstance(value, dict):
+        return value
+    copy = {key: _with_groups_of_all_ranks(part, process_group) for key, part in value.items()}
+    if "param_groups" in copy:
+        of_ranks: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(of_ranks, copy["param_groups"], group=process_group)
+        copy["param_groups"] = list({repr(group): group for groups in of_ranks for group in groups}.values())
+    return copy
 
 
 def users_error(failure: CheckpointException) -> BaseException:
@@ -102,19 +135,19 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
         self._added, self._dropped, self._fresh = frozenset(added), frozenset(dropped), frozenset(fresh)
 
     def create_local_plan(self) -> LoadPlan:
-        self._saved = saved_tables(self.metadata)
-        here = table_names([str(path[-1]) for path in self.mappings.values()])
+        self._saved = reading.saved_tables(self.metadata)
+        here = reading.table_names([str(path[-1]) for path in self.mappings.values()])
         self._names = {weight: table.name for weight, table in self._saved.items()} | here
         self._weights = {str(path[-1]): key for key, path in self.mappings.items() if path[-1] in here}
         self._states: dict[str, set[str]] = {weight: set() for weight in self._weights}
         for path in self.mappings.values():
-            if state := state_of(path, self._weights):
+            if state := reading.state_of(path, self._weights):
                 self._states[state[0]].add(state[1])
         keys = self.metadata.state_dict_metadata
-        dropped = {name for name in self._dropped if not any(is_dropped(key, (key,), [name]) for key in keys)}
-        check_named(self._added - self.mappings.keys() | dropped | self._fresh, set(self._names.values()))
+        dropped = {name for name in self._dropped if not any(reading.is_dropped(key, (key,), [name]) for key in keys)}
+        reading.check_named(self._added - self.mappings.keys() | dropped | self._fresh, set(self._names.values()))
         self._rates = LearningRates(self.original_state_dict, self.metadata)
-        reads, problems = [Read(read_bytes(key)) for key in self._rates.unread], []
+        reads, problems = [reading.read_bytes(key) for key in self._rates.unread], []
         for key, value in self.state_dict.items():
             try:
                 reads += self._reads(key, value, self.mappings[key])
@@ -124,8 +157,7 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
         states = {(weight, name) for weight, names in self._states.items() for name in names}
         optimizer, entries = _has_states(self.original_state_dict), set(self.original_state_dict)
         asked = set(self._weights), states, optimizer, set(self.mappings), entries
-        self._shares = {read.item: read.share for read in reads if read.share is not None}
-        return LoadPlan([read.item for read in reads], planner_data=asked)
+        return LoadPlan(list(reads), planner_data=asked)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Raise for entries that no rank asks for; runs on one rank."""
@@ -134,7 +166,7 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
         problems = [
             f"table {self._names[weight]}: in the checkpoint, not in the model; if it was removed, name it in dropped="
             for weight in sorted(self._saved.keys() - weights)
-            if weights and not is_named(self._names[weight], self._dropped)
+            if weights and not reading.is_named(self._names[weight], self._dropped)
         ]
         if optimizer:
             problems += self._left_over(weights, states)
@@ -142,7 +174,7 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
         return global_plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        for index in {item.dest_index for item in self._shares}:
+        for index in {item.dest_index for item in new_plan.items if _share(item) is not None}:
             self.lookup_tensor(index).detach().zero_()
         return new_plan
 
@@ -156,10 +188,10 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         landing = self._landing(read_item)
-        return torch.empty_like(landing, device="cpu") if read_item in self._shares else landing
+        return landing if _share(read_item) is None else torch.empty_like(landing, device="cpu")
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        if (share := self._shares.get(read_item)) is not None:
+        if (share := _share(read_item)) is not None:
             landing = self._landing(read_item)
             landing.add_(tensor.to(landing.device), alpha=share)
 
@@ -170,14 +202,14 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
         except Exception as error:  # an unpickler's may be any
             raise CheckpointError(f"{key}: holds what torch.load(weights_only=True) does not read: {error}") from error
         if key in self._rates.unread:
-            self._rates.take(key, loaded, lambda name: owner(name, self._weights) or str(name))
+            self._rates.take(key, loaded, lambda name: reading.owner(name, self._weights) or str(name))
             return
         *container, last = self.mappings[key]
         state_dict: Any = self.original_state_dict
         functools.reduce(operator.getitem, container, state_dict)[last] = loaded
 
     def _reads(self, key: str, value: Any, path: KeyPath) -> list[Read]:
-        if isinstance(value, Tensor) and (state := state_of(path, self._weights)):
+        if isinstance(value, Tensor) and (state := reading.state_of(path, self._weights)):
             return self._state_reads(key, value, *state)
         if path[:-1] in self._rates.groups:
             return []
@@ -187,31 +219,31 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
 
     def _same_key_reads(self, key: str, value: Any, path: KeyPath) -> list[Read]:
         entry = self.metadata.state_dict_metadata.get(key)
-        table, remapped = self._names.get(str(path[-1])), remapped_table(str(path[-1]))
+        table, remapped = self._names.get(str(path[-1])), reading.remapped_table(str(path[-1]))
         if self._is_new(table or remapped) or (entry is None and key in self._added):
             return []
         what = f"table {table}" if table else key
         if entry is None:
             raise RefusedError(f"{what}: not in the checkpoint; if it is new, pass added=[{table or key!r}]")
         if isinstance(entry, BytesStorageMetadata):
-            return [Read(read_bytes(key))]
+            return [reading.read_bytes(key)]
         size = tuple(value.size()) if isinstance(value, Tensor) else f"a {type(value).__name__}"
         if tuple(entry.size) != size:
             raise RefusedError(f"{what}: of size {tuple(entry.size)} in the checkpoint, {size} here")
         shards = _create_chunk_list(value)
         if remapped:
-            check_row_blocks(key, entry, remapped, shards)
+            reading.check_row_blocks(key, entry, remapped, shards)
         return [
             read
             for number, found in enumerate(shards)
-            for read in overlaps(key, entry, found, MetadataIndex(key, found.offsets, number))
+            for read in reading.overlaps(key, entry, found, MetadataIndex(key, found.offsets, number))
         ]
 
     def _is_new(self, table: str | None) -> bool:
         """Return whether a table is new: named as added, and absent from the checkpoint or dropped from it."""
-        if table is None or not is_named(table, self._added):
+        if table is None or not reading.is_named(table, self._added):
             return False
-        return is_named(table, self._dropped) or table not in {saved.name for saved in self._saved.values()}
+        return reading.is_named(table, self._dropped) or table not in {saved.name for saved in self._saved.values()}
 
     def _state_reads(self, key: str, value: Tensor, weight: str, name: str) -> list[Read]:
         table, named = self._saved.get(weight), self._names[weight]
@@ -219,7 +251,7 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
             return []  # its weights say so
         try:
             if name not in table.states:
-                if name == STEP_COUNT and needs_no_step_count(self._states[weight]):
+                if name == reading.STEP_COUNT and reading.needs_no_step_count(self._states[weight]):
                     return []
                 raise RefusedError(f"not in the checkpoint, which has of it: {', '.join(table.states) or 'no state'}")
             shards = sorted(enumerate(_create_chunk_list(value)), key=lambda numbered: numbered[1].offsets[::-1])
@@ -230,20 +262,20 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
             reads = []
             for (number, found), of in zip(shards, weights, strict=True):
                 index = MetadataIndex(key, found.offsets, number)
-                reads += state_reads(table, name, index, tuple(found.sizes), of)
+                reads += reading.state_reads(table, name, index, tuple(found.sizes), of)
             return reads
         except RefusedError as problem:
-            if is_named(named, self._fresh):
+            if reading.is_named(named, self._fresh):
                 return []
             raise RefusedError(f"table {named}, state {name}: {problem}; or pass fresh=[{named!r}]") from problem
 
     def _left_over(self, weights: set[str], asked: set[tuple[str, str]]) -> Iterator[str]:
         """Yield problems of saved states that no rank asks for: training would go on differently without them."""
-        saved = {state for path in paths(self.metadata).values() if (state := state_of(path, self._saved))}
-        for weight, name in sorted(saved - asked):
-            table, uncounted = self._names[weight], needs_no_step_count(self._saved[weight].states.keys())
-            anew = is_named(table, self._fresh) or self._is_new(table)
-            if weight not in weights or anew or (name == STEP_COUNT and uncounted):
+        saved = (reading.state_of(path, self._saved) for path in reading.paths(self.metadata).values())
+        for weight, name in sorted(set(filter(None, saved)) - asked):
+            table, uncounted = self._names[weight], reading.needs_no_step_count(self._saved[weight].states.keys())
+            anew = reading.is_named(table, self._fresh) or self._is_new(table)
+            if weight not in weights or anew or (name == reading.STEP_COUNT and uncounted):
                 continue
             yield (
                 f"table {table}, state {name}: in the checkpoint, not in the state dict; its optimizer belongs there "
@@ -257,9 +289,9 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
         """
         tables = {table.key for table in self._saved.values()}
         left: tuple[dict[str, None], dict[str, None]] = {}, {}
-        for key, path in sorted(paths(self.metadata).items()):
+        for key, path in sorted(reading.paths(self.metadata).items()):
             skipped = key in asked or key in tables or path[0] not in entries or "param_groups" in path
-            if skipped or state_of(path, self._saved) or is_dropped(key, path, self._dropped):
+            if skipped or reading.state_of(path, self._saved) or reading.is_dropped(key, path, self._dropped):
                 continue
             is_state = "state" in path[:-1]
             left[is_state][".".join(map(str, path[: path.index("state") + 2])) if is_state else key] = None
@@ -275,13 +307,17 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
         """Refuse states by parameter number if numbers may differ, since replicated tables take part in them."""
         here, saved = (
             {found[-2] for found in where.values() if len(found) > 2 and found[:-2] == path[:-2]}
-            for where in (self.mappings, paths(self.metadata))
+            for where in (self.mappings, reading.paths(self.metadata))
         )
         if here != saved or any(type(self.state_dict[weight]) is Tensor for weight in self._weights.values()):
             raise RefusedError(
                 f"{key}: an optimizer state by number, which changes with the tables that are replicated; save and "
                 "load that optimizer by name, in a KeyedOptimizerWrapper"
             )
+
+
+def _share(item: ReadItem) -> float | None:
+    return item.share if isinstance(item, Read) else None
 
 
 def _has_states(state_dict: Any) -> bool:
@@ -313,7 +349,7 @@ class LearningRates:
         self.unread: dict[str, KeyPath] = {}
         """Paths of entries to read, by key."""
         self._saved: dict[KeyPath, dict[str | int, Any]] = {}
-        for key, path in paths(metadata).items() if self.groups else ():
+        for key, path in reading.paths(metadata).items() if self.groups else ():
             is_bytes = isinstance(metadata.state_dict_metadata[key], BytesStorageMetadata)
             if is_bytes and len(path) > 2 and path[-3] == "param_groups" and path[-1] in ("params", "lr"):
                 self.unread[key] = path
@@ -341,3 +377,83 @@ class LearningRates:
                     "plain torch.distributed.checkpoint keeps one rank's; save_param_groups(False) keeps the script's"
                 )
             group["lr"] = found.pop()
+
+
+class PiecesSavePlanner(DefaultSavePlanner):
+    """Writes shards as blocks of rows, so that reading or writing one holds only a piece of it."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self._wholes: dict[MetadataIndex, tuple[MetadataIndex, int, int]] = {}
+        return replace(plan, items=[piece for item in plan.items for piece in self._pieces(item)])
+
+    def _pieces(self, item: WriteItem) -> list[WriteItem]:
+        data = item.tensor_data
+        if data is None or not data.size or reading.remapped_table(item.index.fqn):  # its chunks say where it may go
+            return [item]
+        chunk, result = data.chunk, []
+        blocks = list(reading.pieces(chunk.sizes[0], data.properties.dtype.itemsize * math.prod(data.size[1:])))
+        if len(blocks) < 2:
+            return [item]
+        for start, rows in blocks:
+            offsets = torch.Size([chunk.offsets[0] + start, *chunk.offsets[1:]])
+            part = ChunkStorageMetadata(offsets, torch.Size([rows, *chunk.sizes[1:]]))
+            index = MetadataIndex(item.index.fqn, offsets)
+            self._wholes[index] = (item.index, start, rows)
+            result.append(WriteItem(index, WriteItemType.SHARD, tensor_data=replace(data, chunk=part)))
+        return result
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index not in self._wholes:
+            return super().lookup_object(index)
+        whole, start, rows = self._wholes[index]
+        return super().lookup_object(whole).narrow(0, start, rows)
+
+
+class WholeWriter(FileSystemWriter):
+    """Writes a checkpoint beside its folder, and renames it when it is complete. If two jobs save to one folder, the
+    first to end gets it.
+
+    Args:
+        path: the folder.
+        token: eight characters in the name of the hidden folder, the same on all ranks.
+
+    Raises:
+        FileError: the folder exists, or cannot be written; names it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], token: str) -> None:
+        self._target = Path(os.path.abspath(path))
+        super().__init__(self._target.with_name(f".{self._target.name}.{token}.part"))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch's own hides the system's
+            if not isinstance(cause, OSError):
+                raise
+            raise FileError(f"{self._target}: cannot be written: {cause.strerror or cause}") from error
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if os.path.exists(self._target):
+            raise FileError(f"{self._target}: exists; save to a new folder, and remove the old one then")
+        with self._writing():
+            return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with self._writing():
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rename the folder, and remove the parts of killed or late saves to it; runs on one rank."""
+        try:
+            with self._writing():
+                super().finish(metadata, results)
+                os.rename(self.path, self._target)
+        finally:
+            if os.path.exists(self._target):
+                token = "[0-9a-f]" * 8  # of any other save
+                for left in self._target.parent.glob(f".{escape(self._target.name)}.{token}.part"):
+                    shutil.rmtree(left, ignore_errors=True)
