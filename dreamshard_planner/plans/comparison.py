@@ -196,7 +196,7 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         bytes_received=received,
         cost_before=before.predicted,
         cost_after=after.predicted,
-        machine=tuple(machine := machine_differences(before.inputs.topology, after.inputs.topology)),
+        machine=tuple(machine := machine_differences(before.inputs, after.inputs)),
         inputs=tuple(text for text in differences(before.inputs, after.inputs) if text not in machine),
         samples=(samples[0], samples[1]),
     )
@@ -220,8 +220,11 @@ def _changes(
         if one[fqn] == other[fqn] and was.groups == now.groups:
             continue
         shards = _on_all_ranks(other[fqn], now)
-        bytes_S = _received_S(before.inputs.tables[fqn], _on_all_ranks(one[fqn], was), shards)
-        np.add.at(received_D, [shard.rank for shard in shards], bytes_S)
+        places, ranks_S = [(shard.offset, shard.size) for shard in shards], [shard.rank for shard in shards]
+        held = _on_all_ranks(one[fqn], was)
+        bytes_SD = received_SD(before.inputs.tables[fqn], places, held, len(received_D))
+        bytes_S = bytes_SD[range(len(shards)), ranks_S]
+        np.add.at(received_D, ranks_S, bytes_S)
         retyped = (one[fqn].sharding_type, one[fqn].kernel) != (other[fqn].sharding_type, other[fqn].kernel)
         labels = _label(one[fqn], was), _label(other[fqn], now)
         changes.append(TableChange(fqn, *labels, retyped, int(bytes_S.sum())))
@@ -235,30 +238,6 @@ def _label(table: TableSharding, topology: TopologyInputs) -> str:
 def _on_all_ranks(table: TableSharding, topology: TopologyInputs) -> list[ShardPlace]:
     """Return the shards of a table on the ranks of all sharding groups."""
     return [replace(shard, rank=rank) for shard in table.shards for rank in topology.replicas(shard.rank)]
-
-
-def _received_S(table: TableInputs, held: Sequence[ShardPlace], shards: Sequence[ShardPlace]) -> np.ndarray:
-    """Return the bytes of each shard, optimizer states with them, that its own rank does not hold."""
-    of_rank: dict[int, list[ShardPlace]] = {}
-    for shard in held:
-        of_rank.setdefault(shard.rank, []).append(shard)
-    start_S2, size_S2 = np.array([(shard.offset, shard.size) for shard in shards], dtype=np.int64).swapaxes(0, 1)
-    new_S = size_S2.prod(-1)
-    pairs = [(index, old) for index, shard in enumerate(shards) for old in of_rank.get(shard.rank, ())]
-    if pairs:
-        index_X = [index for index, _ in pairs]
-        old_start_X2, old_size_X2 = np.array([(old.offset, old.size) for _, old in pairs]).swapaxes(0, 1)
-        kept_X = _common_elements(start_S2[index_X], size_S2[index_X], old_start_X2, old_size_X2)
-        np.subtract.at(new_S, index_X, kept_X)
-    return table.trained_bytes(new_S, size_S2[:, 1].clip(1))
-
-
-def _common_elements(
-    start_2: np.ndarray, size_2: np.ndarray, other_start_2: np.ndarray, other_size_2: np.ndarray
-) -> np.ndarray:
-    """Return the number of elements that lie in both of two places, for any leading dimensions."""
-    sides_2 = np.minimum(start_2 + size_2, other_start_2 + other_size_2) - np.maximum(start_2, other_start_2)
-    return sides_2.clip(0).prod(-1)
 
 
 def received_SD(
@@ -280,7 +259,8 @@ def received_SD(
         return np.zeros((len(places), ranks), dtype=np.int64)
     new_SD = size_S2.prod(-1, keepdims=True).repeat(ranks, 1)
     for shard in held:
-        new_SD[:, shard.rank] -= _common_elements(start_S2, size_S2, np.array(shard.offset), np.array(shard.size))
+        ends_S2 = np.minimum(start_S2 + size_S2, np.add(shard.offset, shard.size))
+        new_SD[:, shard.rank] -= (ends_S2 - np.maximum(start_S2, shard.offset)).clip(0).prod(-1)
     return table.trained_bytes(new_SD, size_S2[:, 1:].clip(1))
 
 
@@ -358,111 +338,84 @@ def _more(count: int, what: str) -> list[str]:
 def differences(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
     """Yield the differences of a plan's inputs to those of now, as what was, ``->``, what is; stale ones first."""
     yield from stale_differences(made_from, now)
-    if made_from.statistics != now.statistics:
-        was, has = ("none" if value is None else value[:12] for value in (made_from.statistics, now.statistics))
-        yield f"statistics {was} -> {has}"
-    yield from _constraints(made_from, now, of_costs=True)
     yield from _memory(made_from.topology, now.topology)
-    yield from _surroundings(made_from.topology, now.topology)
-    yield from _entries("", {"setting": made_from.settings}, {"setting": now.settings})
+    yield from _differing(made_from, now, "lookups", "links", "settings")
 
 
-def machine_differences(one: TopologyInputs, other: TopologyInputs) -> list[str]:
+def machine_differences(one: PlanInputs, other: PlanInputs) -> list[str]:
     """Between the ranks of two plans, their memories and what connects them."""
-    return [*_ranks(one, other), *_memory(one, other), *_surroundings(one, other)]
+    memory = _memory(one.topology, other.topology)
+    return [*_differing(one, other, "ranks"), *memory, *_differing(one, other, "links")]
 
 
 def stale_differences(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
     """Yield the differences with which a plan must not be used. Its room in other memory is for the caller to check."""
-    yield from _ranks(made_from.topology, now.topology)
-    if made_from.batch_size != now.batch_size:
-        yield f"batch size {made_from.batch_size} -> {now.batch_size}"
-    yield from _tables(made_from.tables, now.tables)
-    yield from _constraints(made_from, now, of_costs=False)
-    yield from _entries("", {"placement_rules": made_from.placement_rules}, {"placement_rules": now.placement_rules})
+    yield from _differing(made_from, now, "ranks", "batch")
+    was, has = made_from.tables.keys(), now.tables.keys()
+    for names, what in ((was - has, "is gone"), (has - was, "is new")):
+        yield from _few([f"table {name!r} {what}" for name in sorted(names)])
+    one, other = (replace(each, tables={name: each.tables[name] for name in was & has}) for each in (made_from, now))
+    yield from _differing(one, other, "tables", "constraints", "rules")
 
 
-def _ranks(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
-    for what, name in (
-        ("compute_device", "device"),
-        ("world_size", "number of ranks"),
-        ("local_world_size", "ranks of a host"),
-        ("pod_size", "hosts of a pod"),
-    ):
-        if getattr(one, what) != getattr(other, what):
-            yield f"{name} {getattr(one, what)} -> {getattr(other, what)}"
+def _facts(inputs: PlanInputs) -> dict[str, dict[str, Any]]:
+    """Return a plan's inputs but memory, by kind and by name in words."""
+    topology = inputs.topology
+    constraints: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+    for table, constraint in inputs.constraints.items():
+        for key, value in constraint.items():
+            constraints[key in COSTS_ALONE][f"constraint of table {table!r}, {key}:"] = value
+    return {
+        "ranks": {
+            "device": topology.compute_device,
+            "number of ranks": topology.world_size,
+            "ranks of a host": topology.local_world_size,
+            "hosts of a pod": topology.pod_size,
+        },
+        "batch": {"batch size": inputs.batch_size},
+        "tables": {
+            f"{entry.name} of table {name!r}": getattr(table, entry.name)
+            for name, table in sorted(inputs.tables.items())
+            for entry in fields(table)
+        },
+        "constraints": constraints[False],
+        "rules": {f"placement_rules, {name}:": rule for name, rule in inputs.placement_rules.items()},
+        "lookups": {"statistics": inputs.statistics and inputs.statistics[:12], **constraints[True]},
+        "links": {
+            "sharding groups of so many ranks": topology.num_groups,
+            "cards": " and ".join(topology.cards) or "unnamed",
+            "ranks of a host that compute at once": topology.cores or "all",
+            **{f"bandwidth of {name}": f"{rate / 1e6:,.6g} GB/s" for name, rate in topology.bandwidths.items()},
+            **{f"multipliers, {name}:": factor for name, factor in topology.multipliers.items()},
+            **{f"collective_bandwidths, {name}:": rate for name, rate in topology.collective_bandwidths.items()},
+        },
+        "settings": {f"setting, {name}:": value for name, value in inputs.settings.items()},
+    }
 
 
-def _memory(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
-    """Yield differences in the memory of each rank, if both have as many."""
-    for kind in sorted(one.memory_bytes) if one.world_size == other.world_size else ():
-        before, after = one.memory_bytes[kind], other.memory_bytes[kind]
-        changed = [
-            rank
-            for rank, (was, has) in enumerate(zip(before, after, strict=True))
-            if abs(was - has) > MEMORY_TOLERANCE * max(was, has)
-        ]
-        if changed:
-            rank = changed[0]
-            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            yield f"{kind} of rank {rank}{others} {memory_in_words(before[rank])} -> {memory_in_words(after[rank])}"
+def _differing(one: PlanInputs, other: PlanInputs, *kinds: str) -> Iterator[str]:
+    """Yield the differences of some kinds; missing entries are None."""
+    was, now = _facts(one), _facts(other)
+    for kind in kinds:
+        pairs = [(name, was[kind].get(name), now[kind].get(name)) for name in {**was[kind], **now[kind]}]
+        yield from _few([f"{name} {_shown(one)} -> {_shown(other)}" for name, one, other in pairs if one != other])
 
 
-def _surroundings(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
-    """Yield differences in sharding groups, cards and bandwidths."""
-    if one.num_groups != other.num_groups:
-        yield f"sharding groups of so many ranks {one.num_groups} -> {other.num_groups}"
-    if one.cards != other.cards:
-        yield f"cards {' and '.join(one.cards) or 'unnamed'} -> {' and '.join(other.cards) or 'unnamed'}"
-    if one.cores != other.cores:
-        yield f"ranks of a host that compute at once {one.cores or 'all'} -> {other.cores or 'all'}"
-    for name in sorted(one.bandwidths):
-        was, has = one.bandwidths[name] / 1e6, other.bandwidths[name] / 1e6
-        if was != has:
-            yield f"bandwidth of {name} {was:,.6g} -> {has:,.6g} GB/s"
-    for name in ("multipliers", "collective_bandwidths"):
-        yield from _entries("", {name: getattr(one, name)}, {name: getattr(other, name)})
-
-
-def _tables(one: Mapping[str, TableInputs], other: Mapping[str, TableInputs]) -> Iterator[str]:
-    for names, what in ((one.keys() - other.keys(), "is gone"), (other.keys() - one.keys(), "is new")):
-        named = sorted(names)
-        yield from (f"table {name!r} {what}" for name in named[:NAMED])
-        if len(named) > NAMED:
-            yield f"{len(named) - NAMED} more tables, each {what}"
-    changed = [(name, field.name) for name in sorted(one.keys() & other.keys()) for field in fields(TableInputs)
-               if getattr(one[name], field.name) != getattr(other[name], field.name)]  # fmt: skip
-    for name, what in changed[:NAMED]:
-        yield f"{what} of table {name!r} {_shown(getattr(one[name], what))} -> {_shown(getattr(other[name], what))}"
-    if len(changed) > NAMED:
-        yield f"{len(changed) - NAMED} more changes of tables"
-
-
-def _constraints(one: PlanInputs, other: PlanInputs, of_costs: bool) -> Iterator[str]:
-    """Yield the differences in constraints of tables, either those that only change costs or all others."""
-    yield from _entries(
-        "constraint of table",
-        *(
-            {name: {key: value for key, value in given.items() if (key in COSTS_ALONE) == of_costs}
-             for name, given in inputs.constraints.items()}
-            for inputs in (one, other)
-        ),
-    )  # fmt: skip
-
-
-def _entries(what: str, one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield every entry that differs between two mappings of mappings; missing ones are None."""
-    found = []
-    for name in sorted(one.keys() | other.keys()):
-        before, after = one.get(name, {}), other.get(name, {})
-        for key in sorted(before.keys() | after.keys()):
-            if before.get(key) != after.get(key):
-                where = f"{what} {name!r}" if what else name
-                found.append(f"{where}, {key}: {_shown(before.get(key))} -> {_shown(after.get(key))}")
+def _few(found: Sequence[str]) -> Iterator[str]:
     yield from found[:NAMED]
     if len(found) > NAMED:
         yield f"{len(found) - NAMED} more differences of this kind"
 
 
 def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else repr(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value) or "''"
+
+
+def _memory(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
+    """Yield differences in the memory of each rank, if both have as many."""
+    for kind in sorted(one.memory_bytes) if one.world_size == other.world_size else ():
+        pairs = enumerate(zip(one.memory_bytes[kind], other.memory_bytes[kind], strict=True))
+        changed = [(rank, pair) for rank, pair in pairs if max(pair) - min(pair) > MEMORY_TOLERANCE * max(pair)]
+        for rank, (was, has) in changed[:1]:
+            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            yield f"{kind} of rank {rank}{others} {memory_in_words(was)} -> {memory_in_words(has)}"

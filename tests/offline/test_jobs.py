@@ -287,7 +287,7 @@ def base() -> SavedPlan:
 def test_each_argument_of_a_topology_comes_back_from_a_plan(argument: str, base: SavedPlan) -> None:
     made = reader_on(Topology(**(BASE | {argument: OTHER[argument]})))
     saved = made.saved_plan(base)
-    assert machine_differences(base.inputs.topology, saved.inputs.topology)
+    assert machine_differences(base.inputs, saved.inputs)
     again = job_of(saved).machine.topology()
     assert topology_inputs(again) == saved.inputs.topology
     read = job_of(saved).read()

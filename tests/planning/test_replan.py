@@ -213,8 +213,8 @@ def three_tables() -> DreamShardPlanner:
     [
         ({"module": model("ab")}, "table 'sparse.c' is gone"),
         ({"topology": topology(2, device="cuda")}, "device cpu -> cuda"),
-        ({"module": model("abc", pooling=PoolingType.MEAN)}, "pooling of table 'sparse.a' 'sum' -> 'mean'"),
-        ({"module": model("abc", torch.optim.SGD)}, "optimizer of table 'sparse.a' 'exact_rowwise_adagrad' -> 'exact"),
+        ({"module": model("abc", pooling=PoolingType.MEAN)}, "pooling of table 'sparse.a' sum -> mean"),
+        ({"module": model("abc", torch.optim.SGD)}, "optimizer of table 'sparse.a' exact_rowwise_adagrad -> exact"),
     ],
     ids=["gone", "device", "pooling", "optimizer"],
 )

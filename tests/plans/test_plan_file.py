@@ -356,7 +356,7 @@ def test_compare_tells_a_machine_from_a_better_one() -> None:
     more.plan(model(), SHARDERS)
     assert ", for 256 samples instead of 128 (" in str(compare(plans[0], more.saved_plan())).splitlines()[0]
     cards = "cards NVIDIA A100-SXM4-40GB -> NVIDIA A100-SXM4-80GB"
-    memory, bandwidth = "HBM of rank 0 and 1 more 37.25 GiB -> 74.51 GiB", "bandwidth of HBM 1,555 -> 2,039 GB/s"
+    memory, bandwidth = "HBM of rank 0 and 1 more 37.25 GiB -> 74.51 GiB", "bandwidth of HBM 1,555 GB/s -> 2,039 GB/s"
     assert machine == f"Machine: {memory}; {cards}; {bandwidth}."
     assert found.inputs == ()
 
