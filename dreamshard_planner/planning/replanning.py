@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Real
 from operator import attrgetter
@@ -33,6 +33,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableShard
 from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import few_moves
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, places_of, type_of
+from dreamshard_planner.support.documents import document_of
 from dreamshard_planner.support.formatting import checked, ranks_in_words, seconds_in_words, size_in_words, some_of
 from dreamshard_planner.support.reproducible import neutral, single_thread
 
@@ -160,10 +161,9 @@ class Replan:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, without plans, which are documents of their own."""
-        known = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "make"}
-        curve = [asdict(move) for move in self.curve]
-        told = {"stays": self.stays, "saved_seconds": self.saved_seconds, "sentence": self.sentence}
-        return {**known, "curve": curve, "afresh": asdict(self.afresh), "chosen": asdict(self.chosen), **told}
+        known = {name: value for name, value in vars(self).items() if name != "make"}
+        told = {name: getattr(self, name) for name in ("chosen", "stays", "saved_seconds", "sentence")}
+        return dict(document_of({**known, **told}))
 
     def rows(self) -> list[tuple[int, str, str, float, float]]:
         """Return rows of :attr:`COLUMNS`, without moves that gain less than half a percent over the last row."""
@@ -178,15 +178,10 @@ class Replan:
         ]
 
     def __str__(self) -> str:
-        lines = [
-            self.sentence,
-            f"{'tables':>7}{'moved':>12}{'to one rank':>13}{'ms per step':>13}{'seconds in all':>17}",
-        ]
-        lines += [
-            f"{tables:>7}{moved:>12}{to_one:>13}{ms:>13.3f}{seconds:>17,.1f}"
-            for tables, moved, to_one, ms, seconds in self.rows()
-        ]
-        return "\n".join(lines)
+        rows = [(f"{tables:,}", moved, to_one, f"{ms:.3f}", f"{seconds:,.1f}")
+                for tables, moved, to_one, ms, seconds in self.rows()]  # fmt: skip
+        cells = ("{:>7}{:>12}{:>13}{:>13}{:>17}".format(*row) for row in (self.COLUMNS, *rows))
+        return "\n".join([self.sentence, *cells])
 
 
 def link_bytes_per_s(topology: Topology) -> float:
@@ -262,49 +257,43 @@ class Held:
     def of(cls, model: ModelProblem, current: ShardingPlan | SavedPlan, lost: Sequence[int]) -> Held:
         """Ranks that are left take the numbers from 0 on, in their order; those past the planned model's are lost.
         ValueError for lost ranks that there are not."""
-        world_size, given, lost = model.left.world_size, tables_of(current), sorted(set(lost))
+        tables, given, saved = (
+            model.inputs.tables,
+            tables_of(current),
+            current if isinstance(current, SavedPlan) else None,
+        )
         known = {
             fqn: sharding_of(fqn, given[fqn], (declared.rows, declared.dim))
-            for fqn, declared in model.inputs.tables.items()
+            for fqn, declared in tables.items()
             if fqn in given
         }
-        if isinstance(current, SavedPlan):
-            ranks_now = current.inputs.topology.world_size
-        else:
-            used = (1 + shard.rank for table in known.values() for shard in table.shards)
-            ranks_now = max([world_size, *used])
-        if odd := [rank for rank in lost if not 0 <= rank < ranks_now]:
-            raise ValueError(f"there is no rank {odd[0]} to be lost: the plan that runs is for {ranks_now} ranks")
-        before = current.inputs.tables if isinstance(current, SavedPlan) else {}
-        shards, whole, gone = {}, {}, set(lost)
-        new: list[str] = []
-        changed: list[str] = []
-        for fqn, declared in model.inputs.tables.items():
-            if fqn not in known:
-                new.append(fqn)
-                continue
-            table = known[fqn]
-            of_other_weights = before.get(fqn, declared).weights != declared.weights
-            if of_other_weights or table.extent != (declared.rows, declared.dim):
-                changed.append(fqn)
-                continue
-            ranks = {shard.rank: shard.rank - sum(rank < shard.rank for rank in lost) for shard in table.shards}
-            gone |= {rank for rank, now in ranks.items() if now >= world_size}
-            left = [replace(shard, rank=ranks[shard.rank]) for shard in table.shards if shard.rank not in gone]
-            shards[fqn] = tuple(left)
-            if len(left) == len(table.shards):
-                whole[fqn] = replace(table, shards=tuple(left))
-        forced = [f"{what}: {some_of(of, ())}" for what, of in (("new", new), ("changed", changed)) if of]
-        forced += [f"{ranks_in_words(gone)} lost"] * bool(gone)
-        if not isinstance(current, SavedPlan):
+        used = [1 + shard.rank for table in known.values() for shard in table.shards]
+        ranks = range(saved.inputs.topology.world_size if saved else max([model.left.world_size, *used]))
+        if odd := sorted(set(lost) - {*ranks}):
+            raise ValueError(f"there is no rank {odd[0]} to be lost: the plan that runs is for {len(ranks)} ranks")
+        left = [rank for rank in ranks if rank not in lost][: model.left.world_size]
+        before, numbers = saved.inputs.tables if saved else tables, dict(zip(left, range(len(left)), strict=True))
+        shards, whole = {}, {}
+        for fqn, table in known.items():
+            declared = tables[fqn]
+            if before[fqn].weights == declared.weights and table.extent == (declared.rows, declared.dim):
+                held = [shard for shard in table.shards if shard.rank in numbers]
+                shards[fqn] = tuple(replace(shard, rank=numbers[shard.rank]) for shard in held)
+                if len(held) == len(table.shards):
+                    whole[fqn] = replace(table, shards=shards[fqn])
+        kinds = {"new": tables.keys() - known.keys(), "changed": known.keys() - shards.keys()}
+        forced = [f"{what}: {some_of(sorted(of), ())}" for what, of in kinds.items() if of]
+        if gone := {*ranks} - {*left}:
+            forced.append(f"{ranks_in_words(gone)} lost")
+        if saved is None:
             return cls("the plan", shards, whole, tuple(forced))
-        was, now = current.inputs.topology, model.inputs.topology
+        was, now = saved.inputs.topology, model.inputs.topology
         shape = attrgetter("world_size", "local_world_size", "pod_size")
         if shape(was) != shape(now) and not gone:
             more_or_less = f"{was.all_ranks} -> {now.all_ranks} ranks"
             forced.append(f"{was} -> {now}" if was.all_ranks == now.all_ranks else more_or_less)
-        stale = tuple(stale_differences(current.inputs, model.inputs))
-        return cls(current.name, shards, whole, tuple(forced), stale)
+        stale = tuple(stale_differences(saved.inputs, model.inputs))
+        return cls(saved.name, shards, whole, tuple(forced), stale)
 
 
 class _Ways:

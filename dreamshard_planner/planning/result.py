@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -201,8 +201,7 @@ def assumptions(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
             *noted("optimizer", [missing_optimizers(plan, model.context.reader)]),
             *_lookups(model, plan),
             *_popularity(model.context, plan),
-            *_batch_size(model, plan),
-            *_samples(model, plan),
+            *_batches(model, plan),
             *_host_memory(model.ranks.topology, plan),
         )
     except PlannerError:  # callbacks changed the plan
@@ -210,12 +209,12 @@ def assumptions(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
 
 
 @torch.no_grad()
-def _lookups(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+def _lookups(model: ModelProblem, plan: Sequence[ShardingOption]) -> Iterator[Note]:
     context, settings = model.context, model.settings
     given = [(one, feature) for one in plan for feature in context.reader.declared(one).features]
     unknown = [(one, feature) for one, feature in given if not settings.tells_lookups(one.name, feature)]
     if not unknown:
-        return ()
+        return
     # Features of an nn.EmbeddingBag have no names.
     every, shown = (
         sorted({feature or f"of table {fqn_of(one)!r}" for one, feature in some}) for some in (given, unknown)
@@ -224,7 +223,7 @@ def _lookups(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note,
         f"one lookup per sample is assumed for {len(shown)} of {len(every)} features ({first_of(shown, NAMED)}), "
         "since neither statistics nor pooling_factors tell"
     )
-    figures = {"features": float(len(shown)), "of_features": float(len(every))}
+    figures: dict[str, float] = {"features": len(shown), "of_features": len(every)}
     if context.cost_source != "torchrec":  # its estimates stay those that the options came with
         many = dict.fromkeys((feature for _, feature in unknown), FeatureStatistics(MANY_LOOKUPS))
         other = context.with_statistics(TableStatistics({**dict(settings.statistics or {}), **many}))
@@ -235,77 +234,66 @@ def _lookups(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note,
         if ten_ms > one_ms * (1 + NOTHING):
             text += f"; with {MANY_LOOKUPS:.0f} this plan would take {ten_ms:.3f} ms instead of {one_ms:.3f}"
             text += ", and another may be better"
-    return (Note("assumption", text, figures),)
+    yield Note("assumption", text, figures)
 
 
-def _popularity(context: PlanRater, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Return a note on tables in host memory, whose popularity of rows decides the hits of caches."""
+def _popularity(context: PlanRater, plan: Sequence[ShardingOption]) -> Iterator[Note]:
+    """Yield a note on tables in host memory, whose popularity of rows decides the hits of caches."""
     names = [fqn_of(option) for option in plan if context.reader.assumes_popularity(option)]
-    if not names or context.cost_source == "torchrec":
-        return ()
-    text = (
-        f"popularity of rows is assumed to fall as rank to the power {POPULARITY_EXPONENT} for {len(names)} table(s) "
-        f"in host memory ({first_of(names, NAMED)}), and with it hits of caches, since no statistics tell how often "
-        "rows are read again"
-    )
-    return (Note("assumption", text, {"tables": float(len(names)), "exponent": POPULARITY_EXPONENT}),)
+    if names and context.cost_source != "torchrec":
+        text = (
+            f"popularity of rows is assumed to fall as rank to the power {POPULARITY_EXPONENT} for {len(names)} "
+            f"table(s) in host memory ({first_of(names, NAMED)}), and with it hits of caches, since no statistics tell "
+            "how often rows are read again"
+        )
+        yield Note("assumption", text, {"tables": len(names), "exponent": POPULARITY_EXPONENT})
 
 
-def _batch_size(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Return a note on an assumed batch size, or on statistics of batches of another size."""
-    known: Mapping[str, FeatureStatistics] = model.settings.statistics or {}
-    features = {name for option in plan for name in model.context.reader.declared(option).features}
-    reused = [known[name].samples for name in features & known.keys() if known[name].reuse_histogram]
-    counted = max(reused, default=0)
-    size = model.settings.batch_size
-    if model.settings.given_batch_size is None and plan:
+def _batches(model: ModelProblem, plan: Sequence[ShardingOption]) -> Iterator[Note]:
+    """Yield notes on an assumed batch size, on statistics of batches of another size, and on features that were counted
+    in smaller batches than others of their module."""
+    settings, size = model.settings, model.settings.batch_size
+    statistics: Mapping[str, FeatureStatistics] = settings.statistics or {}
+    known: dict[str, dict[str, FeatureStatistics]] = {}
+    told: set[str] = set()
+    for option in plan:
+        features, given = model.context.reader.declared(option).features, (settings.constraints or {}).get(option.name)
+        known.setdefault(option.path, {}).update((name, statistics[name]) for name in features if name in statistics)
+        told.update(features if given is not None and given.batch_sizes else ())
+    reused = (one.samples for of_module in known.values() for one in of_module.values() if one.reuse_histogram)
+    counted, text = max(reused, default=0), ""
+    if settings.given_batch_size is None and plan:
         text = f"a local batch of {size} samples is assumed, TorchRec's default: costs are nearly proportional to it"
     elif counted and not 1 / OTHER_BATCH <= size / counted <= OTHER_BATCH:
         text = (
             f"statistics were counted in batches of {counted:,} samples, and the plan is for {size:,}: how often a "
             "batch reads a row again is extrapolated; statistics of such batches tell"
         )
-    else:
-        return ()
-    return (Note("assumption", text, {"batch_size": float(size)}),)
+    if text:
+        yield Note("assumption", text, {"batch_size": size})
+    if names := sorted({name for of_module in known.values() for name in in_smaller_batches(of_module)} - told):
+        text = (
+            f"batches of {size:,} samples are assumed for every feature, and {len(names)} of them "
+            f"({first_of(names, NAMED)}) were counted in smaller batches than others of their module: where batches "
+            "vary by feature, batch_sizes of constraints tell"
+        )
+        yield Note("assumption", text, {"features": len(names)})
 
 
-def _samples(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Return a note on features that were counted in smaller batches than others of their module."""
-    context, settings = model.context, model.settings
-    statistics: Mapping[str, FeatureStatistics] = settings.statistics or {}
-    known: dict[str, dict[str, FeatureStatistics]] = {}
-    told: set[str] = set()
-    for option in plan:
-        features, given = context.reader.declared(option).features, (settings.constraints or {}).get(option.name)
-        known.setdefault(option.path, {}).update((name, statistics[name]) for name in features if name in statistics)
-        told.update(features if given is not None and given.batch_sizes else ())
-    names = sorted({name for of_module in known.values() for name in in_smaller_batches(of_module)} - told)
-    if not names:
-        return ()
-    text = (
-        f"batches of {plan[0].batch_size:,} samples are assumed for every feature, and {len(names)} of them "
-        f"({first_of(names, NAMED)}) were counted in smaller batches than others of their module: where batches vary "
-        "by feature, batch_sizes of constraints tell"
-    )
-    return (Note("assumption", text, {"features": float(len(names))}),)
-
-
-def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Return a note on TorchRec's default of host memory: if tables lie there, or CPU ranks have less."""
+def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> Iterator[Note]:
+    """Yield a note on TorchRec's default of host memory: if tables lie there, or CPU ranks have less."""
     here_bytes, rank_bytes = total_bytes(), topology.devices[0].storage.ddr
     host_bytes = rank_bytes * min(topology.local_world_size, topology.world_size)
-    figures = {"host_bytes": float(host_bytes), "here_bytes": float(here_bytes)}
-    if rank_bytes != DDR_CAP:
-        return ()
-    assumed = f"{size_in_words(rank_bytes)} of host memory are assumed for every rank, TorchRec's default (ddr_cap)"
+    text = f"{size_in_words(rank_bytes)} of host memory are assumed for every rank, TorchRec's default (ddr_cap)"
     if topology.compute_device != "cpu":
         outside = [fqn_of(option) for option in plan if in_host_memory(option.compute_kernel)]
-        there = f"{len(outside)} table(s) lie there ({first_of(outside, NAMED)})"
-        text = f"{assumed}: {size_in_words(host_bytes)} on a host; {there}"
-        return (Note("assumption", text, figures),) if outside else ()
-    text = f"{assumed}; a host like this one has {size_in_words(here_bytes)} for all of its ranks"
-    return (Note("assumption", text, figures),) if host_bytes > here_bytes else ()
+        matters, there = bool(outside), f"{len(outside)} table(s) lie there ({first_of(outside, NAMED)})"
+        text += f": {size_in_words(host_bytes)} on a host; {there}"
+    else:
+        matters = host_bytes > here_bytes
+        text += f"; a host like this one has {size_in_words(here_bytes)} for all of its ranks"
+    if matters and rank_bytes == DDR_CAP:
+        yield Note("assumption", text, {"host_bytes": host_bytes, "here_bytes": here_bytes})
 
 
 def training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> list[str]:

@@ -21,7 +21,7 @@ This module knows neither models nor planners: it reads, checks and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -42,6 +42,7 @@ from dreamshard_planner.support.documents import (
     Several,
     Share,
     Unbounded,
+    adapter,
     document_of,
     entries_of,
     one_of,
@@ -325,15 +326,10 @@ class SavedPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        document = document_of(self)
+        document = {"format": FORMAT, "version": VERSION, **document_of(self)}
         del document["name"]
-        for module in document["sharding"].values():
-            for table in module.values():
-                if table["cache_load_factor"] is None:
-                    del table["cache_load_factor"]
-                if not table["hot_rows"]:
-                    del table["hot_rows"]
-        return {"format": FORMAT, "version": VERSION, **document}
+        ways = adapter(dict[str, dict[str, TableSharding]])
+        return {**document, "sharding": ways.dump_python(self.sharding, mode="json", exclude_defaults=True)}
 
     def save(self, path: str | Path) -> None:
         """Write a file that :meth:`load` reads back without loss; an existing one is replaced as a whole.
@@ -398,20 +394,12 @@ def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_s
 
 def _cover(shards: Sequence[ShardPlace], rows: int, dim: int) -> bool:
     """Return whether shards are consecutive blocks of rows of consecutive blocks of columns."""
-    columns: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for shard in shards:
-        if min(shard.size) > 0:
-            columns.setdefault((shard.offset[1], shard.size[1]), []).append((shard.offset[0], shard.size[0]))
-    if rows * dim == 0:
-        return not columns
-    return _follow(columns, dim) and all(_follow(blocks, rows) for blocks in columns.values())
-
-
-def _follow(blocks: Iterable[tuple[int, int]], end: int) -> bool:
-    """Return whether blocks (start, length) cover all from 0 to the end."""
-    reached = 0
-    for start, length in sorted(blocks):
-        if start != reached:
-            return False
-        reached += length
-    return reached == end
+    next_row = next_column = block_width = 0
+    for (column, row), (width, height) in sorted((shard.offset[::-1], shard.size[::-1]) for shard in shards):
+        if width * height:
+            block_width = block_width if next_row else width
+            if (column, row, width) != (next_column, next_row, block_width):
+                return False
+            next_row = (next_row + height) % rows
+            next_column += 0 if next_row else width
+    return next_row == 0 and next_column == (dim if rows else 0)
