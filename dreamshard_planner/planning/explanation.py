@@ -15,6 +15,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
+from dreamshard_planner.planning.notes import report_on
 from dreamshard_planner.planning.rater import RatedPlan
 from dreamshard_planner.planning.result import assumptions
 from dreamshard_planner.problem.parts import ReadProblem
@@ -143,7 +144,7 @@ def _gain(change: Change | None) -> str:
 def explain(model: ModelProblem, plan: AnyPlan, rank: int | None = None) -> Explanation:
     """Explain one rank's part of a step, see :meth:`~dreamshard_planner.planner.DreamShardPlanner.explain`."""
     rated = model.rated(plan)
-    report = model.context.report(rated, assumptions(model, rated.options))
+    report = report_on(model.context, rated, assumptions(model, rated.options))
     chosen = report.chosen
     rank = chosen.slowest if rank is None else rank
     if isinstance(rank, bool | float) or rank not in range(len(chosen.rank_ms)):

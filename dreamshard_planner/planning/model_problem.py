@@ -32,6 +32,7 @@ from dreamshard_planner.planning.given_plans import (
     tables_of_model,
 )
 from dreamshard_planner.planning.infeasible import check_room
+from dreamshard_planner.planning.notes import report_on
 from dreamshard_planner.planning.plan_inputs import (
     DefaultReservation,
     PlannerSettings,
@@ -256,7 +257,7 @@ class ModelProblem:
         """Return a plan with all its inputs and with its report, by default a new one."""
         options = self.options(plan)
         if report is None:
-            report = self.context.report(self.rated(options))
+            report = report_on(self.context, self.rated(options))
         return SavedPlan(
             libraries=libraries(),
             predicted=report.predicted,

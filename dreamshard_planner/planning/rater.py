@@ -16,10 +16,10 @@ from torchrec.distributed.planner.types import Perf, ShardEstimator, ShardingOpt
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost, Option, PlacementCosts, Sharding
+from dreamshard_planner.cost.problem import Cost, Option, PlacementCosts, Sharding
 from dreamshard_planner.planning.cost_sources import COST_SOURCES, CheckpointCosts
 from dreamshard_planner.planning.ranks import PlannedRanks
-from dreamshard_planner.plans.report import MemoryEntry, Note, Report, ReportEntry, TableEntry, noted
+from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.problem.estimators import (
     AllocatedStorage,
     WithLengths,
@@ -39,14 +39,9 @@ from dreamshard_planner.search_space.enumeration import (
     usable_options,
     without_idle_halves,
 )
-from dreamshard_planner.search_space.options import by_table, counted, fqn_of, hot_rows_of, perf_of, total_ms, type_of
+from dreamshard_planner.search_space.options import by_table, counted, perf_of, total_ms
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, is_known
-from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FEATURE_INDEX
-
-SKEW_SHOWN = 2.0
-"""Lookups of a row block over its even share from which a note tells it."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +102,19 @@ class PlanRater:
         return replace(self, reader=OptionReader(self.constraints, statistics, self.sharders))
 
     @cached_property
-    def _costs(self) -> CheckpointCosts:
+    def costs(self) -> CheckpointCosts:
+        """Costs by the cost source."""
         return COST_SOURCES[self.cost_source](self.ranks)
 
     @cached_property
     def compute(self) -> ComputeCost:
         """Cost of fused groups."""
-        return self._costs.compute()
+        return self.costs.compute()
 
     @cached_property
     def links(self) -> Links:
         """Cost of exchanges."""
-        return self._costs.links()
+        return self.costs.links()
 
     @cached_property
     def _torchrec(self) -> list[ShardEstimator]:
@@ -126,7 +122,7 @@ class PlanRater:
         if not self.sharders:
             return []
         perf, storage = torchrec_estimators(self.ranks.topology, self.constraints)
-        if self._costs.takes_estimates:
+        if self.costs.takes_estimates:
             # Costs are TorchRec's, while memory is for the actual lookups.
             perf = WithLengths(perf, self.constraints.torchrec_lengths)
         return [perf, AllocatedStorage(storage, self.reader, self.ranks.topology)]
@@ -135,7 +131,7 @@ class PlanRater:
     def alone(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
         """Return the milliseconds of each option's shards, each alone on its rank. If estimates are the cost source, or
         price an unknown kernel, they are those of the option."""
-        if not options or self._costs.takes_estimates:
+        if not options or self.costs.takes_estimates:
             return [*map(perf_of, options)]
         read = self.read(options, with_storage=False)
         cost, rates_2C = self.cost(read), read.problem.collectives.alone_ms_per_byte()
@@ -157,7 +153,7 @@ class PlanRater:
         """Return copies with TorchRec's estimates for one lookup per sample; none if these are the options' estimates,
         or estimates are costs."""
         given = any({*option.input_lengths} != {POOLING_FACTOR} for option in options)
-        if self._costs.takes_estimates or not given or not all(is_known(option.compute_kernel) for option in options):
+        if self.costs.takes_estimates or not given or not all(is_known(option.compute_kernel) for option in options):
             return []
         copies = [copy.deepcopy(option) for option in options]
         with other_lengths(copies, lambda option: [POOLING_FACTOR] * len(option.input_lengths)):
@@ -168,7 +164,7 @@ class PlanRater:
         """Estimate missing storage in place, as TorchRec does, and missing perf if asked for or the cost source."""
         bare = [option for option in options if any(shard.storage is None for shard, _ in counted(option))]
         estimate_all(self._torchrec[1:], bare, self.sharders)
-        if with_perf or self._costs.takes_estimates:
+        if with_perf or self.costs.takes_estimates:
             bare = [option for option in options if None in perf_of(option)]
             estimate_all(self._torchrec[:1], bare, self.sharders)
 
@@ -200,7 +196,7 @@ class PlanRater:
 
     def is_guess(self, option: ShardingOption) -> bool:
         """See :meth:`OptionReader.is_guess`; TorchRec's estimates assume no popularity of rows."""
-        return not self._costs.takes_estimates and self.reader.is_guess(option)
+        return not self.costs.takes_estimates and self.reader.is_guess(option)
 
     def splitting_left_out(self, table: str) -> dict[str, str]:
         """Return the types in several parts that a table may not take, with reasons, by fully qualified name."""
@@ -226,7 +222,7 @@ class PlanRater:
 
     def cost(self, read: ReadProblem) -> Cost:
         """Return the cost of a problem's shardings."""
-        return self._costs.cost(read, self.compute)
+        return self.costs.cost(read, self.compute)
 
     def rated(self, plan: Sequence[ShardingOption], left: Topology | None = None) -> RatedPlan:
         """Rate a plan whose shards have ranks.
@@ -237,121 +233,3 @@ class PlanRater:
         """
         read = self.read(plan, left, with_storage=left is not None)
         return RatedPlan(read, self.cost(read), read.sharding(plan))
-
-    def report(
-        self,
-        rated: RatedPlan,
-        notes: Sequence[Note] = (),
-        rivals: Sequence[ReportEntry] = (),
-        result: SearchResult | None = None,
-    ) -> Report:
-        """Return the report on a plan, with notes on its cost.
-
-        Args:
-            rated: the plan.
-            notes: further notes, which come first.
-            rivals, result: of the search that found it.
-        """
-        plan, synced_bytes = rated.options, _synced_bytes(rated) if self.ranks.sync_ms_per_byte else 0.0
-        averaging_ms = synced_bytes * self.ranks.sync_ms_per_byte
-        cut_short = "the search was cut short (search_seconds, timeout_seconds); more time may give another plan"
-        notes = (
-            *noted("cost", rated.cost.notes(rated.sharding)),
-            *noted("skew", _skews(rated)),
-            *notes,
-            *self._costs.notes(plan, self.reader),
-            *self._price_notes(plan),
-            *self._hot_rows_notes(plan),
-            *([self._averaging(plan, synced_bytes, averaging_ms)] if averaging_ms else []),
-            *noted("table", self.reader.notes(plan)),
-            *noted("search", [cut_short] if result is not None and result.cut_short else []),
-        )
-        problem, collectives = rated.read.problem, rated.read.problem.collectives
-        laid, single_ms_P = problem.laid(rated.sharding), rated.cost.single_ms_P.numpy()
-        memory = zip(MEMORY_KINDS, problem.taken(*laid).T.tolist(), problem.limits_DM.T.tolist(), strict=False)
-        exchanges_ms = zip(collectives.collectives, collectives.each_ms(rated.cost.bytes_sent(*laid)), strict=True)
-        return Report(
-            chosen=ReportEntry.of("dreamshard", rated.costs),
-            rivals=tuple(sorted(rivals, key=lambda rival: rival.total_ms)),
-            cost_source=str(rated.cost.compute.source),
-            collectives_source=collectives.world.source,
-            candidates=0 if result is None else result.candidates,
-            reshards=0 if result is None else result.reshards,
-            memory=tuple(MemoryEntry(kind, tuple(used), tuple(left)) for kind, used, left in memory if any(used)),
-            collectives=tuple((collective.name, ms) for collective, ms in exchanges_ms if ms > 0),
-            confidence=self._costs.confidence(plan),
-            averaging_ms=averaging_ms,
-            estimate_ms=self._costs.estimate_ms(plan),
-            embedding_share=(self.ranks.checkpoint.metadata.get("learned") or {}).get("embedding_share"),
-            tables=tuple(
-                TableEntry(
-                    name, option.sharding_type, option.kernel, tuple(ranks), tuple(single_ms_P[option.parts].tolist())
-                )
-                for name, option, ranks in rated.placed
-            ),
-        ).noting(notes)
-
-    def _hot_rows_notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-        """Return a note on the hot rows of all tables, if there are any."""
-        told, rows, memory_bytes = [], 0, 0
-        for option in plan:
-            if (hot := hot_rows_of(option)) is not None:
-                table, declared = self.reader.table(option, self.ranks.topology), self.reader.declared(option)
-                lookups = table.pooling_factor + table.hot_lookups
-                share = f"{table.hot_lookups / lookups:.0%}" if table.hot_lookups else "an unknown share"
-                told.append(f"{fqn_of(option)} {len(hot):,} of {hot.table_rows:,} for {share} of its lookups")
-                rows += len(hot)
-                memory_bytes += declared.trained_bytes(len(hot) * declared.dim, declared.dim)
-        text = f"hot rows on every rank, {size_in_words(memory_bytes)} each: {', '.join(told)}"
-        return (Note("hot_rows", text, {"rows": float(rows), "memory_bytes": float(memory_bytes)}),) * bool(told)
-
-    def _averaging(self, plan: Sequence[ShardingOption], synced_bytes: float, averaging_ms: float) -> Note:
-        """Return a note on averaging replicas, in 2D parallelism."""
-        text = (
-            f"the plan is for the ranks of one sharding group; averaging up to {size_in_words(int(synced_bytes))} of a "
-            f"rank with its replicas takes {averaging_ms:.3f} ms of each batch in the mean, counted as backward, and "
-            "happens in place"
-        )
-        if any(type_of(option).span == "host" for option in plan):
-            text += f"; DMPCollection needs node_group_size={self.ranks.topology.local_world_size}"
-        return Note("source", text, {"sync_bytes": synced_bytes})
-
-    def _price_notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-        """Return a note per unknown kernel."""
-        priced: dict[str, list[str]] = {}
-        for option in plan:
-            if not is_known(option.compute_kernel) and not self._costs.takes_estimates:
-                priced.setdefault(option.compute_kernel, []).append(fqn_of(option))
-        return tuple(
-            Note(
-                "source",
-                f"{len(tables)} table(s) ({first_of(tables)}) use compute kernel {kernel!r}, of which this "
-                "planner has no costs: their compute is priced by the estimates of their options, which are TorchRec's "
-                "unless an estimator that was given made them",
-                {"tables": float(len(tables))},
-            )
-            for kernel, tables in sorted(priced.items())
-        )
-
-
-def _synced_bytes(rated: RatedPlan) -> float:
-    """Return the most bytes that a rank averages with its replicas."""
-    rank_X, part_X = rated.read.problem.laid(rated.sharding)
-    synced_D = torch.zeros(rated.read.problem.num_ranks, dtype=torch.float64)
-    return float(synced_D.index_add(0, rank_X, rated.read.column("synced_bytes")[part_X]).max())
-
-
-def _skews(rated: RatedPlan) -> Iterator[str]:
-    """Yield a sentence per table with a block of rows that is read much more than its share of the rows."""
-    features_PF = rated.read.problem.features_PF
-    rows_P, lookups_P = features_PF[:, [FEATURE_INDEX["rows"], FEATURE_INDEX["lookups"]]].double().T.numpy()
-    for name, option, ranks in rated.placed:
-        rows_X, lookups_X = rows_P[option.parts], lookups_P[option.parts]
-        heaviest = int(lookups_X.argmax())
-        share, even = lookups_X[heaviest] / max(1e-9, lookups_X.sum()), rows_X[heaviest] / max(1, rows_X.sum())
-        shown = min(SKEW_SHOWN * even, (1 + even) / 2)  # of two ranks, none can have more than twice an even share
-        if share > shown and rows_X[heaviest] != 1:  # the rows of a block of one cannot be split
-            yield (
-                f"{name}, {option.sharding_type}: rank {ranks[heaviest]} has {share:.0%} of the lookups with "
-                f"{even:.0%} of the rows, since its ids are not read evenly; shuffled ids would spread them"
-            )

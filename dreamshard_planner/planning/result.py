@@ -21,6 +21,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.planning.model_problem import ModelProblem, constraints_under, libraries
+from dreamshard_planner.planning.notes import report_on
 from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.planning.search_plan import BASELINE, torchrec_plan
 from dreamshard_planner.plans.comparison import differences
@@ -136,7 +137,7 @@ class PlanResult:
                     text = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
                     notes.append(Note("callbacks", text))
                 notes += exact_training_notes(model, plan) if chosen.excludes else ()
-                report = model.context.report(rated, notes, chosen.rivals, chosen.result)
+                report = report_on(model.context, rated, notes, chosen.rivals, chosen.result)
             return cls(model, tuple(plan), report.noting(_model_notes(model, plan)))
         except PlannerError as error:
             whose = "callbacks changed the last plan to one whose" if is_changed else "the last plan's"
@@ -166,8 +167,10 @@ def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPl
     )
     others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
     loaded = f"the plan was loaded from {saved.name}, where its cost is {then.chosen.total_ms:.3f} ms{others}"
-    report = model.context.report(
-        rated, (Note("loaded", loaded), *noted("stale", [f"since the plan was made: {text}" for text in changed]))
+    report = report_on(
+        model.context,
+        rated,
+        (Note("loaded", loaded), *noted("stale", [f"since the plan was made: {text}" for text in changed])),
     )
     if not alike:
         return report
