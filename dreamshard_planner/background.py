@@ -86,7 +86,7 @@ def learn_from(folder: Path, run_id: str) -> dict[str, str]:
     observation = _newest(folder, run_id)
     run = next(one for one in observation.runs if one.id == run_id)
     checkpoint = _learned(observation, run.world_size)
-    told = {"learned": choice.learned_from(checkpoint, str(observation.hardware["device"]))}
+    told = {"learned": choice.learned_from(checkpoint)}
     if run.plan is not None:
         told |= _remember(observation, run, run.plan, checkpoint)
     tables = [(one.stat().st_mtime, one) for one in (choice.home() / "tables").glob("*")]

@@ -88,7 +88,7 @@ def test_confidence_names_hardware_and_held_out_error() -> None:
 
     def on(name: str, **metadata: object) -> Checkpoint:
         hardware = {"hardware": {"device": "cpu", "name": name}}
-        return replace(measured, metadata={**measured.metadata, **hardware, "collectives": hardware, **metadata})
+        return replace(measured, metadata={**measured.metadata, **hardware, **metadata})
 
     here = describe_hardware("cpu", 1)["name"]
     assert confidence(measured, cuda).startswith("measured on cpu (")

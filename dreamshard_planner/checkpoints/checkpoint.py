@@ -10,24 +10,24 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dreamshard_planner.cost.collectives import fits_of
+from dreamshard_planner.cost.collectives import MeasuredCollectives, MeasuredOn
 from dreamshard_planner.cost.compute import LEAST_SCALE, OPTIMIZERS, AdjustedCost, ComputeCost, CostSource
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import Policy, PolicyConfig
-from dreamshard_planner.support.documents import Amount, check_version, one_of, parsed
+from dreamshard_planner.support.documents import Amount, Count, Several, check_version, one_of, parsed
 from dreamshard_planner.support.files import check_readable, parse_json, write_whole
 from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.support.reproducible import digest, neutral
@@ -43,6 +43,62 @@ UNBOUNDED = ("_low", "_high")
 """Ends of the names of buffers that may be infinite: ranges of untrained networks."""
 Network = TypeVar("Network", bound=nn.Module)
 ORDINARY = tuple(Workload(f"{dim}", 10_000, dim, 512, 4.0, 1024.0, (1.0,) + (0.0,) * 16) for dim in (16, 128))
+_Scale = Annotated[float, Field(ge=LEAST_SCALE, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Rates = tuple[_Scale, Amount, Amount, Amount, Amount]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Mean error of the costs of one optimizer and direction on held-out sets."""
+
+    after: Amount
+    sets: Several = 1
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A calibration, or costs learned from training steps."""
+
+    source: Annotated[str, Field(validation_alias="from")] = ""
+    """Name of the corrected checkpoint."""
+    runs: Count = 0
+    """Observed trainings that costs were learned from; 0 for none."""
+    title: str = ""
+    said: str = ""
+    checked: str = ""
+    checks: tuple[Check, ...] = ()
+    bytes_per_ms: tuple[_Rate, _Rate] | None = None
+    """Bandwidths of memory and of the link to the host whose costs were corrected."""
+    embedding_share: Amount | None = None
+    never_observed: tuple[str, ...] | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Mean error on held-out sets; None if none were held out."""
+        sets = sum(check.sets for check in self.checks)
+        return sum(check.after * check.sets for check in self.checks) / sets if sets else None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Number of the policy's tasks, and errors of the network, on held-out tables."""
+
+    tasks: Count | None = None
+    network_mape: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Known:
+    """The metadata of a checkpoint that planning reads; the others are for people."""
+
+    hardware_name: str = "?"
+    hardware: MeasuredOn = MeasuredOn()
+    calibration: Correction = Correction()
+    learned: Correction = Correction()
+    validation: Validation = Validation()
+    collectives: MeasuredCollectives | None = None
+    corrections: dict[Annotated[str, one_of(OPTIMIZERS)], tuple[_Rates, _Rates]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,18 +116,28 @@ class Checkpoint:
 
     def compute_cost(self, topology: Topology) -> ComputeCost:
         """Return the cost model for planning on a ``torchrec.distributed.planner.Topology``."""
-        learned, corrections = self.metadata.get("learned"), self.metadata.get("corrections")
-        compute: ComputeCost = self.cost or RooflineCost.of_topology(topology)
+        known, compute = self.known, self.cost or RooflineCost.of_topology(topology)
+        if not known.corrections:
+            return compute
         # Corrections are of these bandwidths, whatever the topology says.
-        if self.cost is None and learned and corrections:
-            hardware, (memory, link) = self.metadata["hardware"], learned["bytes_per_ms"]
-            compute = RooflineCost.of_bandwidths(hardware["device"], memory, link, hardware.get("name"))
-        return AdjustedCost(compute, corrections, (learned or {}).get("title", "")) if corrections else compute
+        if self.cost is None and (rates := known.learned.bytes_per_ms) is not None:
+            compute = RooflineCost.of_bandwidths(known.hardware.device, *rates, known.hardware.name)
+        return AdjustedCost(compute, known.corrections, known.learned.title)
+
+    @cached_property
+    def known(self) -> Known:
+        """The metadata that planning reads; raises CheckpointError if they cannot be."""
+        return parsed(Known, self.metadata, self.name, CheckpointError)
+
+    @property
+    def has_costs(self) -> bool:
+        """True if kernels were measured or observed; False if bandwidths give the costs."""
+        return self.cost is not None or self.known.learned.runs > 0
 
     @property
     def measured_on(self) -> str:
         """Hardware that its network was measured on, before any correction."""
-        return re.split(", (?:calibrated|learned) on ", self.metadata.get("hardware_name", "?"))[0]
+        return re.split(", (?:calibrated|learned) on ", self.known.hardware_name)[0]
 
     @neutral()
     def digest(self) -> str:
@@ -124,37 +190,10 @@ class Checkpoint:
         if cost is not None:
             cost.requires_grad_(False)
             # The title of a learned checkpoint names its hardware.
-            hardware = checkpoint.measured_on if "learned" in metadata else metadata.get("hardware_name", "?")
+            known = checkpoint.known
+            hardware = checkpoint.measured_on if known.learned.runs else known.hardware_name
             cost.source = CostSource("network", f"{path.name}, measured on {hardware}")
         return checkpoint
-
-
-_Scale = Annotated[float, Field(ge=LEAST_SCALE, allow_inf_nan=False)]
-_Rates = tuple[_Scale, Amount, Amount, Amount, Amount]
-
-
-@dataclass(frozen=True)
-class _Hardware:
-    threads: Annotated[int, Field(ge=1)] = 1
-
-
-@dataclass(frozen=True)
-class _Validation:
-    tasks: int = 0
-    network_mape: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class _Description:
-    """Checked fields of a description; the others are for people."""
-
-    hardware_name: str = ""
-    hardware: _Hardware = _Hardware()
-    calibration: dict[str, Any] = field(default_factory=dict)
-    validation: _Validation = _Validation()
-    collectives: Annotated[Any, AfterValidator(lambda measured: measured and fits_of(measured))] = None
-    learned: dict[str, Any] | None = None
-    corrections: dict[Annotated[str, one_of(OPTIMIZERS)], tuple[_Rates, _Rates]] = field(default_factory=dict)
 
 
 def _description_of(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
@@ -174,7 +213,7 @@ def _description_of(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
     features = description.get("features")
     if not isinstance(features, list) or tuple(features[: len(NETWORK_FEATURES)]) != NETWORK_FEATURES:
         raise CheckpointError(f"{path}: made for other features than this package computes; train it again")
-    parsed(_Description, description, path, CheckpointError)
+    parsed(Known, description, path, CheckpointError)
     return description
 
 

@@ -23,6 +23,7 @@ import torch
 
 from dreamshard_planner import devices
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.cost.collectives import MeasuredOn
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError, FileError
 from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware, library_versions, reference_kernels
@@ -93,11 +94,8 @@ def _observed(origin: Checkpoint, compute_device: str, threads: int, card: str |
     if not any(folder().glob(f"{compute_device}-*{OBSERVED}")):
         return None  # without asking for the card, which may start CUDA
     hardware = described_here(compute_device, card, threads)
-    known = {
-        int(taught[1]): path
-        for path in folder().glob(f"*{OBSERVED}")
-        if (taught := re.fullmatch(rf"{_observed_name(hardware)}-([1-9][0-9]*)-ranks{re.escape(OBSERVED)}", path.name))
-    }
+    name = re.compile(place(hardware, "([1-9][0-9]*)") + re.escape(OBSERVED))
+    known = {int(found[1]): path for path in folder().iterdir() if (found := name.fullmatch(path.name))}
     if not known:
         return None
     path = known[min(known, key=lambda taught: (abs(math.log(taught / ranks)), taught))]
@@ -106,7 +104,7 @@ def _observed(origin: Checkpoint, compute_device: str, threads: int, card: str |
     except CheckpointError as error:
         logger.warning("costs that trainings have taught are left out: %s", error)
         return None
-    if made.metadata.get("learned", {}).get("from") != origin.name:
+    if made.known.learned.source != origin.name:
         return None  # the user has measured anew
     return replace(made, why=f"{made.name}, in {path.parent}, was learned from trainings on {hardware['name']}")
 
@@ -117,29 +115,27 @@ def measured(compute_device: str, threads: int, card: str | None) -> Checkpoint:
     Without any, return the one that ships for that card or for CPUs, or the roofline model; arguments and errors as of
     :func:`resolve`.
     """
-    why, own = "", {}
+    why, own = "", list[Checkpoint]()
     try:
-        own = {path: Checkpoint.load(path) for path in files()}
+        own = [Checkpoint.load(path) for path in files()]
     except OSError as error:  # such as another user's home, in which this one cannot have kept anything
         why = f"{folder()}, for your own, cannot be read ({error.strerror})"
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}; checkpoint='auto' looks at all that you keep there: remove the file, or name a checkpoint"
         ) from error
-    hardware = {path: one.metadata.get("hardware", {}) for path, one in own.items()}
-    alike = {path: of for path, of in hardware.items() if of.get("device") == compute_device}
-    if alike:
+
+    def fit(one: Checkpoint) -> tuple[float, int, str]:
+        """Rank a checkpoint: the nearest in threads, which count on CPUs, then the newest."""
+        measured = one.known.hardware.threads if compute_device == "cpu" else threads
+        return -abs(math.log(measured / threads)), (folder() / one.name).stat().st_mtime_ns, one.name
+
+    if alike := [one for one in own if one.known.hardware.device == compute_device]:
         here = card or hardware_here(compute_device)  # may ask for the card, which starts CUDA
-
-        def fit(path: Path) -> tuple[float, int, str]:
-            """Rank a file: the nearest in threads, which count on CPUs, then the newest."""
-            measured = alike[path].get("threads", 1) if compute_device == "cpu" else threads
-            return -abs(math.log(measured / threads)), path.stat().st_mtime_ns, path.name
-
-        best = max((path for path, of in alike.items() if here and of.get("name") == here), key=fit, default=None)
+        best = max((one for one in alike if here and one.known.hardware.name == here), key=fit, default=None)
         if best is not None:
-            origin = f"is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here}"
-            return replace(own[best], why=f"{best.name} {origin}")
+            origin = f"is one of your own checkpoints, in {folder()}, and was measured on what is here, {here}"
+            return replace(best, why=f"{best.name} {origin}")
         why = f"none of your own in {folder()} was measured on {here or 'a card that is here'}"
     if card is None and compute_device == "cuda":
         card = hardware_here("cuda")
@@ -147,15 +143,15 @@ def measured(compute_device: str, threads: int, card: str | None) -> Checkpoint:
     return replace(made, why=f"{made.name} ships: {why}") if why else made
 
 
-def measured_name(compute_device: str, card: str) -> str:
+def measured_name(compute_device: str, card: str | None) -> str:
     """Return the file name of a device's measured checkpoint: ``cpu``, or the card's name."""
-    return "cpu" if compute_device == "cpu" else _slug(card)
+    return _slug((compute_device != "cpu" and card) or compute_device)
 
 
 @cache
 def shipped(compute_device: str, card: str | None = None) -> Checkpoint:
     """Return the checkpoint that ships for a device, such as ``nvidia-h200.safetensors``, else ``roofline``."""
-    measured = SHIPPED / f"{measured_name(compute_device, card) if card else compute_device}.safetensors"
+    measured = SHIPPED / f"{measured_name(compute_device, card)}.safetensors"
     return Checkpoint.load(measured if measured.is_file() else SHIPPED / "roofline.safetensors")
 
 
@@ -178,9 +174,11 @@ def folder() -> Path:
     return home() / "checkpoints"
 
 
-def place(hardware: Mapping[str, Any], ranks: int) -> str:
-    """Return the name of everything observed on described hardware by as many ranks of a training."""
-    return f"{_observed_name(hardware)}-{ranks}-ranks"
+def place(hardware: Mapping[str, Any], ranks: int | str) -> str:
+    """Return the name of everything observed on described hardware by as many ranks of a training, with libraries on
+    which it holds."""
+    releases = (f"{name} {_release(hardware.get(name))}" for name in ("torch", "fbgemm"))
+    return f"{_named(hardware, *releases)}-{ranks}-ranks"
 
 
 def observed_file(hardware: Mapping[str, Any], ranks: int) -> Path:
@@ -193,11 +191,6 @@ def described_here(device: str, name: str | None, threads: int) -> dict[str, Any
     environment's libraries, for :func:`place`."""
     found = {"device": device, "name": name or hardware_here(device) or "unknown", "threads": threads}
     return {**found, **library_versions()}
-
-
-def _observed_name(hardware: Mapping[str, Any]) -> str:
-    """Return a name of hardware and libraries on which observed costs hold."""
-    return _named(hardware, *(f"{name} {_release(hardware.get(name))}" for name in ("torch", "fbgemm")))
 
 
 def files() -> list[Path]:
@@ -251,78 +244,61 @@ def new_file(hardware: Mapping[str, Any], how: str = "") -> Path:
 def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> tuple[str, ...]:
     """Return notes on a plan for a topology with a checkpoint; ``uses_network`` if its costs were used, not only its
     policy."""
-    metadata, notes = checkpoint.metadata, [checkpoint.why] if checkpoint.why else []
-    tasks = metadata.get("validation", {}).get("tasks")
-    if tasks is not None and tasks < FEW_TASKS:
+    known, notes = checkpoint.known, [checkpoint.why] if checkpoint.why else []
+    if known.validation.tasks is not None and known.validation.tasks < FEW_TASKS:
         notes.append(f"{checkpoint.name} was made with --quick, to try the flow: its policy is of no use for planning")
     if topology.compute_device == "cpu" and (slow := reference_kernels()):
         notes.append(slow)
-    if uses_network and (checkpoint.cost is not None or "learned" in metadata):
-        if learned := metadata.get("learned"):
-            notes.append(f"costs were {learned['said']}")
-        elif checked := metadata.get("calibration", {}).get("checked"):
-            notes.append(f"costs were checked with {checked}")
-        notes += _other_libraries(metadata, topology.compute_device)
+    if uses_network and checkpoint.has_costs:
+        if known.learned.runs:
+            notes.append(f"costs were {known.learned.said}")
+        elif known.calibration.checked:
+            notes.append(f"costs were checked with {known.calibration.checked}")
+        notes += _other_libraries(known.hardware, topology.compute_device)
     return tuple(notes)
 
 
-def learned_from(checkpoint: Checkpoint, compute_device: str) -> str:
+def learned_from(checkpoint: Checkpoint) -> str:
     """Return a text on costs that trainings on this hardware taught; empty for other costs."""
-    learned, hardware = (checkpoint.metadata.get(section, {}) for section in ("learned", "hardware"))
-    here = describe_hardware("cpu", 1)["name"] if compute_device == "cpu" else hardware.get("name")
-    if not learned or (hardware.get("device"), hardware.get("name")) != (compute_device, here):
-        return ""
-    runs, error = learned["runs"], learned_error(checkpoint)
+    runs, error = checkpoint.known.learned.runs, checkpoint.known.learned.error
     off = "" if error is None else f", {100 * error:.0f} % off"
-    return f"costs learned from {runs} run{'s' * (runs > 1)} on this hardware{off}"
-
-
-def learned_error(checkpoint: Checkpoint) -> float | None:
-    """Return the mean error of learned costs on held-out kernels; None if nothing was learned or held out."""
-    checks = checkpoint.metadata.get("learned", {}).get("checks", ())
-    sets = sum(check["sets"] for check in checks)
-    return sum(check["after"] * check["sets"] for check in checks) / sets if sets else None
+    return f"costs learned from {runs} run{'s' * (runs > 1)} on this hardware{off}" if runs else ""
 
 
 def confidence(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> str:
     """Tell how far to trust the milliseconds of a plan: the hardware that was measured, and the held-out error;
     ``uses_network`` if the checkpoint's costs were used, not only its policy."""
-    metadata = checkpoint.metadata
-    if not uses_network or (checkpoint.cost is None and "learned" not in metadata):
+    known, planned = checkpoint.known, topology.compute_device
+    device, name = known.hardware.device, known.hardware.name
+    if not uses_network or not checkpoint.has_costs:
         return "nothing was measured on such a device: trust the order of plans, not their milliseconds"
-    device, name = (metadata.get("hardware", {}).get(key) for key in ("device", "name"))
-    planned = topology.compute_device
     if device != planned:
         return f"measured on {device} ({name}): costs say little of {planned}"
     here = hardware_here("cpu") if device == "cpu" else card_of(topology) or hardware_here("cuda")
     if here is not None and here != name:
         kind = "CPU" if device == "cpu" else "card"
         return f"measured on another {kind}, {name}: absolute times may be several times off; observe and learn"
-    if learned := learned_from(checkpoint, planned):
-        return learned
-    errors = [check["after"] for check in metadata.get("calibration", {}).get("checks", ())]
-    errors = errors or metadata.get("validation", {}).get("network_mape") or []
-    return "measured on this hardware" + (f", {100 * sum(errors) / len(errors):.0f} % off" if errors else "")
+    error = known.calibration.error
+    if error is None and known.validation.network_mape is not None:
+        error = sum(known.validation.network_mape) / 2
+    off = "" if error is None else f", {100 * error:.0f} % off"
+    return learned_from(checkpoint) or f"measured on this hardware{off}"
 
 
-def _other_libraries(metadata: Mapping[str, Any], compute_device: str) -> list[str]:
+def _other_libraries(measured: MeasuredOn, compute_device: str) -> list[str]:
     """Return a note if kernels were measured with other releases or instructions than this process has."""
-    measured = metadata.get("hardware", {})
-    if measured.get("device") != compute_device:
+    if measured.device != compute_device:
         return []
     here = describe_hardware("cpu", 1)
     fields = ["torch", "fbgemm"]
     if compute_device == "cpu" and here.get("instruction_set") != REFERENCE:  # which has a note of its own
         fields.append("instruction_set")
-    differing = [
-        name
-        for name in fields
-        if {name} <= measured.keys() & here.keys() and _release(measured[name]) != _release(here[name])
-    ]
+    there = {name: was for name in fields if (was := getattr(measured, name)) and name in here}
+    differing = [name for name, was in there.items() if _release(was) != _release(here[name])]
     if not differing:
         return []
-    there, this = (", ".join(f"{name.replace('_', ' ')} {of[name]}" for name in differing) for of in (measured, here))
-    return [f"costs were measured with {there}; this environment has {this}"]
+    then, now = (", ".join(f"{name.replace('_', ' ')} {of[name]}" for name in differing) for of in (there, here))
+    return [f"costs were measured with {then}; this environment has {now}"]
 
 
 def _release(version: object) -> str:

@@ -146,8 +146,7 @@ def _costs(device: str) -> Finding:
         checkpoint = resolve("auto", device)
     except CheckpointError as error:
         return Finding(subject, str(error), "missing")
-    learned = checkpoint.metadata.get("learned")
-    if checkpoint.cost is None and not learned:
+    if not checkpoint.has_costs:
         how = f"to measure a network for another one, run dreamshard train --device {device} on it"
         paths = sorted(SHIPPED.glob("nvidia-*.safetensors"))
         measured = [Checkpoint.load(path).measured_on.split(",")[0] for path in paths]

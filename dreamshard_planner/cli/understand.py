@@ -134,10 +134,12 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     over = validation.get("policy_over_rule") or {}
     told |= {f"policy against {rule}": f"{share:.2f} of its cost" for rule, share in over.items()}
     if collectives := checkpoint.get("collectives"):
-        from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, fits_of
+        from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, MeasuredCollectives
+        from dreamshard_planner.support.documents import parsed
 
-        told["collectives"] = f"{collectives['world_size']} ranks of {collectives['hardware']['name']}"
-        for name, fit in fits_of(collectives).items():
+        measured = parsed(MeasuredCollectives, collectives, "collectives", api.CheckpointError)
+        told["collectives"] = f"{measured.world_size} ranks of {measured.hardware.name}"
+        for name, fit in measured.known.items():
             rates = {"of a rank": fit.bytes_per_ms, "of all ranks": fit.shared_bytes_per_ms}
             limits = [f"{rate / 1e6:,.1f} GB/s {of}" for of, rate in rates.items() if rate < MAX_BYTES_PER_MS]
             limit = ", ".join(limits) or "no limit"

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from scipy.optimize import nnls
 from torch import Tensor
 from torchrec.distributed.planner.types import Topology
+
+from dreamshard_planner.support.documents import Several
 
 LATENCY_MS = 0.02
 """Start-up of one collective: the order of a small NCCL all-to-all within a node."""
@@ -45,21 +48,19 @@ LOOKUP_EXCHANGES = 3
 """One after the other: how many they are, lengths and ids. Weights are one more."""
 
 
+Fitted = Annotated[float, Field(ge=0, le=1e300)]
+FittedRate = Annotated[float, Field(ge=1e-300, le=1e300)]
+
+
 @dataclass(frozen=True)
 class CollectiveFit:
     """Latency and bandwidths fitted to the measured times of one collective."""
 
-    latency_ms: float
-    bytes_per_ms: float
-    shared_bytes_per_ms: float
-    relative_error: float
+    latency_ms: Fitted
+    bytes_per_ms: FittedRate
+    shared_bytes_per_ms: FittedRate
+    relative_error: Fitted
     """Median relative error of the fit."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            least = 1e-300 if name.endswith("bytes_per_ms") else 0
-            if type(value) not in (int, float) or not least <= value <= 1e300:
-                raise ValueError(f"{name} must be a number from {least} to 1e300, got {value!r:.50}")
 
     @classmethod
     def to_samples(cls, slowest_P: Tensor, total_P: Tensor, time_ms_P: Tensor) -> CollectiveFit:
@@ -103,31 +104,50 @@ def _rate(slope: float) -> float:
     return 1 / slope if slope else MAX_BYTES_PER_MS
 
 
-def fits_of(measured: Any) -> dict[str, CollectiveFit]:
-    """By operation, of what a file or a checkpoint says was measured between ranks: all :data:`OPERATIONS`, and
-    :data:`LOOKUPS` where these were; null stands for what training steps did not tell.
+@dataclass(frozen=True)
+class MeasuredOn:
+    """Hardware of a measurement, as far as planning reads it; files of earlier releases tell less."""
+
+    device: str = ""
+    name: str = ""
+    threads: Several = 1
+    cores: Several = 1
+    torch: str = ""
+    fbgemm: str = ""
+    instruction_set: str = ""
+
+
+@dataclass(frozen=True)
+class MeasuredCollectives:
+    """Collectives between ranks, as a file or a checkpoint has them.
 
     Raises:
-        ValueError: it is something else; names what is wrong.
+        ValueError: the payloads were others, or hardware or fits are missing.
     """
-    if not isinstance(measured, dict):
-        raise ValueError(f"must be a mapping, got {type(measured).__name__}")
-    for name, kind in (("backend", str), ("world_size", int), ("hardware", dict), ("fits", dict)):
-        if not isinstance(measured.get(name), kind):
-            raise ValueError(f"{name} must be of type {kind.__name__}, got {type(measured.get(name)).__name__}")
-    for name in ("device", "name"):
-        if not isinstance(measured["hardware"].get(name), str):
-            raise ValueError(f"its hardware has no {name}")
-    if (revision := measured.get("revision")) != REVISION:
-        raise ValueError(f"revision must be {REVISION}, got {revision!r:.50}: measure the collectives again")
-    fits = measured["fits"]
-    known = (*OPERATIONS, *LOOKUPS) if fits.keys() & set(LOOKUPS) else OPERATIONS
-    if missing := [operation for operation in known if not isinstance(fits.get(operation, ""), dict | None)]:
-        raise ValueError(f"fits lack {', '.join(missing)}")
-    try:
-        return {operation: CollectiveFit(**fits[operation]) for operation in known if fits[operation] is not None}
-    except TypeError as error:
-        raise ValueError(f"a fit has other fields: {error}") from error
+
+    backend: str
+    world_size: Several
+    hardware: MeasuredOn
+    fits: dict[str, CollectiveFit | None]
+    """Fits of all :data:`OPERATIONS`, and of :data:`LOOKUPS` if these were measured; None if training steps did not
+    tell."""
+    revision: int = 1
+    hosts: Several = 1
+    assumed: tuple[str, ...] = ()
+    """Operations that were not observed, and are taken to be as much slower as others."""
+
+    def __post_init__(self) -> None:
+        if self.revision != REVISION:
+            raise ValueError(f"revision must be {REVISION}, got {self.revision}: measure the collectives again")
+        if not (self.hardware.device and self.hardware.name):
+            raise ValueError("hardware must have a device and a name")
+        if missing := [name for name in OPERATIONS if name not in self.fits]:
+            raise ValueError(f"fits lack {', '.join(missing)}")
+
+    @property
+    def known(self) -> dict[str, CollectiveFit]:
+        """The fits that there are."""
+        return {name: fit for name, fit in self.fits.items() if fit is not None}
 
 
 def bag_bytes(device: str) -> float:

@@ -38,14 +38,14 @@ from dreamshard_planner.cost.collectives import (
     SORTED_BAG,
     CollectiveFit,
     CollectiveModel,
+    MeasuredCollectives,
     bag_bytes,
-    fits_of,
 )
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import freed_memory_kept
+from dreamshard_planner.support.documents import parsed
 from dreamshard_planner.support.files import check_writable, read_json, write_whole
-from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.support.reproducible import single_thread
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
@@ -105,11 +105,8 @@ PAYLOADS = tuple(
 def read_collectives(path: Path) -> dict[str, Any]:
     """Return what the command wrote to a file, without the samples, for checkpoints; raises ``DreamShardError`` with
     its name for any other file."""
-    measured = read_json(path, DreamShardError)
-    try:
-        fits_of(measured)
-    except ValueError as error:
-        raise DreamShardError(f"{path}: not a measurement of collectives ({brief(error)})") from error
+    measured: dict[str, Any] = read_json(path, DreamShardError)
+    parsed(MeasuredCollectives, measured, f"{path}: no measurement of collectives", DreamShardError)
     return {name: value for name, value in measured.items() if name != "samples_ms"}
 
 

@@ -31,7 +31,6 @@ from dreamshard_planner.cost.collectives import (
     CollectiveFit,
     CollectiveModel,
     bag_bytes,
-    fits_of,
 )
 from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.correction import LEAST_GAIN, choose_corrections, errors_in_words
@@ -86,15 +85,14 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
             "observe it with the fast ones (dreamshard doctor says how)"
         )
     sets, kinds, left_out = observed_sets(observation)
-    device, known = str(observation.hardware["device"]), checkpoint.metadata.get("hardware", {}).get("device")
-    learned_before = checkpoint.metadata.get("learned", {})
-    if known != device and (checkpoint.cost is not None or learned_before):
-        raise ObservationError(f"{checkpoint.name} has costs of {known}, and {device} was observed: use --costs auto")
+    device, known = str(observation.hardware["device"]), checkpoint.known
+    if checkpoint.has_costs and (other := known.hardware.device) != device:
+        raise ObservationError(f"{checkpoint.name} has costs of {other}, and {device} was observed: use --costs auto")
     prior = RooflineCost.of_topology(observation.topology)
     # Corrections are of these bandwidths, whatever topologies say later.
-    memory, link = learned_before.get("bytes_per_ms") or (prior.memory_bytes_per_ms, prior.uvm_bytes_per_ms)
+    memory, link = known.learned.bytes_per_ms or (prior.memory_bytes_per_ms, prior.uvm_bytes_per_ms)
     compute = checkpoint.cost or RooflineCost.of_bandwidths(device, memory, link, str(observation.hardware["name"]))
-    corrections, checks = choose_corrections(compute, checkpoint.metadata.get("corrections", {}), sets)
+    corrections, checks = choose_corrections(compute, known.corrections, sets)
     collectives, exchanges = learn_exchanges(observation, checkpoint)
     if not force and not any(check.changed for check in checks) and not exchanges:
         kernels = f"{len(sets)} kernels" if len(sets) > 1 else "one kernel, which none confirms"
@@ -108,7 +106,8 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     unseen = [name for index, name in enumerate(OPTIMIZERS.values()) if index not in seen]
     unseen += [kind for kind in SHARDING_TYPES if kind not in kinds]
     # Corrections from earlier observations are kept, so these parts are not "as before".
-    never = [one for one in unseen if one in learned_before.get("never_observed", unseen)]
+    before = known.learned.never_observed
+    never = unseen if before is None else [one for one in unseen if one in before]
     shares = [share for run in observation.runs if (share := run.embedding_share) is not None]
     told = {
         "from": checkpoint.name,
@@ -248,10 +247,10 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     measured before get no faster. Null stands for the topology's bandwidths. The checkpoint's own collectives come back
     if held-out exchanges confirm nothing.
     """
-    known = checkpoint.metadata.get("collectives")
+    kept, known = checkpoint.metadata.get("collectives"), checkpoint.known.collectives
     whole = [run for run in observation.runs if len(run.ranks) == run.world_size > 1]
     if not whole:
-        return known, []
+        return kept, []
     first = whole[0]
     ranks = attrgetter("hosts", "world_size", "backend")
     alike = [run for run in whole if ranks(run) == ranks(first)]
@@ -276,10 +275,10 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
             were = "not counted" if operation not in links else f"{100 * before:.0f} % off"
             said.append(f"{what}: were {were}, {now}")
     if not learned:
-        return known, []
-    measured = {} if known is None else fits_of(known)
-    if known is not None and known.get("hosts", 1) != first.hosts:
-        said.append(f"what was measured between ranks of {known.get('hosts', 1)} host(s) is no longer known")
+        return kept, []
+    measured = {} if known is None else known.known
+    if known is not None and known.hosts != first.hosts:
+        said.append(f"what was measured between ranks of {known.hosts} host(s) is no longer known")
         measured = {}
     counted = LOOKUPS if "lookups" in learned or "lookups" in links else ()
     fits: dict[str, CollectiveFit | None] = {}

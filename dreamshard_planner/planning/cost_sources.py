@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import checkpoint_notes, confidence
-from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, Interconnect, fits_of
+from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, Interconnect
 from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost, SharedCores
 from dreamshard_planner.cost.problem import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
@@ -93,12 +93,12 @@ class CheckpointCosts:
     def _shared_cores(self) -> SharedCores | None:
         """Return the cores that the CPU ranks of a host share, if fewer than all can compute at once: as the topology
         was read, or as the training was observed that costs were learned from."""
-        topology, known = self.ranks.topology, self.ranks.checkpoint.metadata
+        topology, known = self.ranks.topology, self.ranks.checkpoint.known
         if self.takes_estimates or topology.compute_device != "cpu":
             return None
-        at_once, hardware = cores_of(topology), known.get("hardware", {})
-        if at_once is None and "learned" in known:
-            at_once = hardware["cores"] / hardware["threads"]
+        at_once = cores_of(topology)
+        if at_once is None and known.learned.runs:
+            at_once = known.hardware.cores / known.hardware.threads
         # The ranks of all sharding groups compute at the same time.
         every, on_host = (
             min(one.local_world_size, one.world_size) for one in (self.ranks.all_ranks or topology, topology)
@@ -145,7 +145,7 @@ class CheckpointCosts:
         network = self.ranks.checkpoint.cost if uses_network else None
         if network is None:
             return ("other",)
-        return OPTIMIZERS.keys() - {*network.optimizers, *self.ranks.checkpoint.metadata.get("corrections", {})}
+        return OPTIMIZERS.keys() - {*network.optimizers, *self.ranks.checkpoint.known.corrections}
 
 
 class BandwidthCosts(CheckpointCosts):
@@ -226,7 +226,7 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
 
     Measurements without lookups leave the exchange of lookups out.
     """
-    given, measured = Interconnect.of(topology), _measured(topology, checkpoint)
+    given, measured, known = Interconnect.of(topology), _measured(topology, checkpoint), checkpoint.known.collectives
     of_host = measured if given.hosts == 1 else {}
     links = {
         "all_to_all": given.all_to_all(),
@@ -239,7 +239,7 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
         "all_to_one": given.all_to_one(),
         **measured,
     }
-    if not measured or "lookups" in checkpoint.metadata["collectives"]["fits"]:
+    if not measured or (known is not None and "lookups" in known.fits):
         links.setdefault("lookups", given.lookups())
     if "bucketing" in links:  # each rank sorts its own ids, however many ranks there are: as if one of two got them
         links["bucketing"] = replace(links["bucketing"], world_size=2)
@@ -256,16 +256,13 @@ def _uncounted_lookups(checkpoint: Checkpoint) -> str:
 def _measured(topology: Topology, checkpoint: Checkpoint) -> dict[str, CollectiveModel]:
     """Return exchanges between all ranks as the checkpoint measured them, by operation; empty for another device or
     number of hosts."""
-    measured = checkpoint.metadata.get("collectives")
-    if measured is None or measured["hardware"]["device"] != topology.compute_device:
+    measured, hosts = checkpoint.known.collectives, -(-topology.world_size // topology.local_world_size)
+    if measured is None or (measured.hardware.device, measured.hosts) != (topology.compute_device, hosts):
         return {}
-    hosts = measured.get("hosts", 1)
-    if hosts != -(-topology.world_size // topology.local_world_size):
-        return {}
-    ranks = f"{measured['world_size']} ranks of {'one' if hosts == 1 else f'{hosts} x'} {measured['hardware']['name']}"
-    source = f"measured with {measured['backend']} on {ranks}, {checkpoint.name}"
-    models = {operation: fit.model(topology.world_size, source) for operation, fit in fits_of(measured).items()}
-    for operation in {*measured.get("assumed", ())} & models.keys():
+    ranks = f"{measured.world_size} ranks of {'one' if hosts == 1 else f'{hosts} x'} {measured.hardware.name}"
+    source = f"measured with {measured.backend} on {ranks}, {checkpoint.name}"
+    models = {operation: fit.model(topology.world_size, source) for operation, fit in measured.known.items()}
+    for operation in {*measured.assumed} & models.keys():
         taken = f"not observed, taken to be as much slower than predicted as what was {source}"
         models[operation] = replace(models[operation], source=taken, is_measured=False)
     return models

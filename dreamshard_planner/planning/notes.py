@@ -65,7 +65,7 @@ def report_on(
         confidence=rater.costs.confidence(plan),
         averaging_ms=averaging_ms,
         estimate_ms=rater.costs.estimate_ms(plan),
-        embedding_share=(rater.ranks.checkpoint.metadata.get("learned") or {}).get("embedding_share"),
+        embedding_share=rater.ranks.checkpoint.known.learned.embedding_share,
         tables=tuple(
             TableEntry(
                 name, option.sharding_type, option.kernel, tuple(ranks), tuple(single_ms_P[option.parts].tolist())

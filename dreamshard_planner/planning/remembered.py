@@ -196,7 +196,7 @@ def _steps_ms(path: Path) -> dict[str, float]:
 def least_gain(checkpoint: Checkpoint) -> float:
     """Return the least predicted gain for which an observed plan is replaced, as a share of its embedding work: what
     costs are off on held-out kernels, and at least :data:`LEAST_GAIN`."""
-    return max(LEAST_GAIN, choice.learned_error(checkpoint) or 0.0)
+    return max(LEAST_GAIN, checkpoint.known.learned.error or 0.0)
 
 
 def _folder(tables: Mapping[str, tuple[object, ...]]) -> Path:

@@ -98,7 +98,7 @@ def calibrate(
     data = CostDataset.concatenate(halves)
     half_X = torch.arange(2).repeat_interleave(torch.tensor([len(half) for half in halves]))
     sets = LabelledSets.of_dataset(data)
-    corrections, checks = choose_corrections(network, checkpoint.metadata.get("corrections", {}), sets, half_X)
+    corrections, checks = choose_corrections(network, checkpoint.known.corrections, sets, half_X)
     if not force:
         _refuse(checks, others_share, seconds)
     dims, batches = zip(*((shard.dim, shard.batch_size) for shard in data.shards), strict=True)

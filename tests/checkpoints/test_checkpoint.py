@@ -93,7 +93,8 @@ def test_a_wrong_file_is_named_with_the_reason(saved: Path, damage: Callable[[Pa
         ({"validation": {"network_mape": [0.1, "a"]}}, "validation.network_mape.1: .* got 'a'"),
         ({"validation": None}, "validation"),
         ({"calibration": []}, "calibration"),
-        ({"collectives": {"backend": "gloo"}}, "collectives: world_size must be of type int"),
+        ({"learned": {"runs": "two"}}, "learned.runs: .* got 'two'"),
+        ({"collectives": {"backend": "gloo"}}, "collectives: lacks 'world_size'"),
         ({"corrections": {"adam": [RATES, RATES]}}, "corrections.adam.*: must be one of sgd, .* got 'adam'"),
         *(
             ({"corrections": {"sgd": [RATES, wrong]}}, r"corrections.sgd.1")
