@@ -10,6 +10,7 @@ Tests replace ``read_card`` and ``device_of_ranks`` to pretend other hardware: o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -166,7 +167,7 @@ def make_topology(
     cores: float | None = None,
     **arguments: Any,
 ) -> Topology:
-    """Make a topology by TorchRec's ``TopologyFactory``; TorchRec warns about those that are constructed directly.
+    """Make a topology, without the warning that TorchRec has about those that its own factory did not make.
 
     Args:
         world_size: ranks of all hosts.
@@ -175,23 +176,14 @@ def make_topology(
         cards: driver's names of the different cards, slowest first.
         rank_memory_bytes: memory of each rank by ``HBM``, ``DDR`` or ``SSD``, where ranks differ.
         cores: CPU ranks of a host that can compute at once, if not all can.
-        arguments: fields of TorchRec's ``TrainerConfig``, ``HardwareConfig`` and ``KernelConfig``; TorchRec's defaults
-            for None and for those left out.
+        arguments: others of TorchRec's ``Topology``; TorchRec's defaults for None and for those left out.
     """
-    from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, TopologyFactory, TrainerConfig
+    from torchrec.distributed.planner.types import Topology
 
     given = {name: value for name, value in arguments.items() if value is not None}
-
-    def taken(config: type) -> dict[str, Any]:
-        """Arguments that a config has; the first config that has one takes it."""
-        return {name: given.pop(name) for name in [*given] if name in config.__dataclass_fields__}  # type: ignore[attr-defined]
-
-    hardware = HardwareConfig(**taken(HardwareConfig))
-    trainer = TrainerConfig(world_size=world_size, local_world_size=local_world_size, **taken(TrainerConfig))
-    kernel = KernelConfig(compute_device=compute_device, use_hardware_based_bandwidth=True, **taken(KernelConfig))
-    if given:
-        raise TypeError(f"TorchRec's topology has no {', '.join(given)}")
-    topology = TopologyFactory.create_topology(trainer, hardware, kernel)
+    if "created_by_factory" in inspect.signature(Topology).parameters:  # from TorchRec 1.7 on
+        given["created_by_factory"] = True
+    topology = Topology(world_size, compute_device, local_world_size=local_world_size, **given)
     for kind, sizes in (rank_memory_bytes or {}).items():
         for device, size in zip(topology.devices, sizes, strict=True):
             setattr(device.storage, kind.lower(), size)
@@ -224,12 +216,10 @@ class Machine:
     ssd_bytes: int | None = None
     """The rank's part of the host's SSDs."""
     rank_memory_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
-    """Memory of each rank by ``HBM``, ``DDR`` or ``SSD``. It holds for this number of ranks and while ``memory_bytes``
-    is the least of them."""
+    """Memory of each rank by ``HBM``, ``DDR`` or ``SSD``, if there are as many ranks and neither ``memory_bytes`` nor
+    ``gpu`` is given."""
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """More arguments of TorchRec's ``Topology``, such as ``pod_size``; the fields above take precedence."""
-    cards: tuple[str, ...] = ()
-    """Driver's names of the cards, slowest first, if they are known better than by ``gpu``."""
+    """More arguments of :func:`make_topology`, such as ``pod_size``; the fields above take precedence."""
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.gpu not in GPUS:
@@ -258,48 +248,35 @@ class Machine:
     @property
     def title(self) -> str:
         """Title for people."""
-        what = "CPU ranks" if self.device == "cpu" else GPUS[self.gpu].title if self.gpu else "GPUs"
+        gpu = self.gpu or gpu_of(next(iter(self.more.get("cards", ())), None))
+        what = "CPU ranks" if self.device == "cpu" else GPUS[gpu].title if gpu else "GPUs"
         return f"{self.ranks_per_host} {what}" + (f" on each of {self.hosts} hosts" if self.hosts > 1 else "")
 
     def topology(self) -> Topology:
         """Return TorchRec's topology, with its defaults for unknown figures."""
-        on_cpu, gpu = self.device == "cpu", GPUS.get(self.gpu or "")
+        own, gpu = "ddr" if self.device == "cpu" else "hbm", GPUS.get(self.gpu or "")
         memory = self.memory_bytes or (gpu and gpu.memory_bytes)
         bytes_per_s = {
-            "ddr_mem_bw" if on_cpu else "hbm_mem_bw": self.memory_bytes_per_s or (gpu and gpu.memory_bytes_per_s),
+            f"{own}_mem_bw": self.memory_bytes_per_s or (gpu and gpu.memory_bytes_per_s),
             "hbm_to_ddr_mem_bw": self.host_bytes_per_s or (gpu and gpu.host_bytes_per_s),
             "intra_host_bw": self.intra_bytes_per_s or (gpu and gpu.link_bytes_per_s),
             "inter_host_bw": self.inter_bytes_per_s or (gpu and gpu.network_bytes_per_s),
         }
         given = {
-            "hbm_cap_bytes": None if on_cpu else memory,
-            "ddr_cap_bytes": memory if on_cpu else self.host_memory_bytes,
-            "ssd_cap_bytes": self.ssd_bytes,
+            "cards": gpu.cards[:1] if gpu else (UNKNOWN_CARD,) if self.memory_bytes_per_s else None,
+            "ddr_cap": self.host_memory_bytes,
+            "ssd_cap": self.ssd_bytes,
+            **{f"{own}_cap": memory},
             **{name: rate and rate / 1e3 for name, rate in bytes_per_s.items()},
         }
         arguments = {**self.more, **{name: value for name, value in given.items() if value is not None}}
-        if "pod_size" in arguments:
+        if arguments.get("pod_size"):
             arguments["pod_size"] = min(arguments["pod_size"], self.ranks)  # there may be fewer now
         if self.intra_bytes_per_s or self.inter_bytes_per_s:
             arguments.pop("generalized_comms_bandwidths", None)  # which would take precedence over them
-        sizes = self.rank_memory_bytes
-        own = sizes.get("DDR" if on_cpu else "HBM")
-        fits = {*map(len, sizes.values())} == {self.ranks} and (own is None or min(own) == memory)
-        return make_topology(
-            self.ranks,
-            self.device,
-            self.ranks_per_host,
-            cards=self._names(),
-            rank_memory_bytes=sizes if fits else {},
-            **arguments,
-        )
-
-    def _names(self) -> tuple[str, ...]:
-        if self.cards or self.device == "cpu":
-            return self.cards
-        if self.gpu is not None:
-            return GPUS[self.gpu].cards[:1]
-        return () if self.memory_bytes_per_s is None else (UNKNOWN_CARD,)
+        if memory is None and {*map(len, self.rank_memory_bytes.values())} == {self.ranks}:
+            arguments["rank_memory_bytes"] = self.rank_memory_bytes
+        return make_topology(self.ranks, self.device, self.ranks_per_host, **arguments)
 
 
 def default_notes(topology: Topology, links_measured: bool = False) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from dreamshard_planner.planning.plan_inputs import SAVED, SAVED_IF_GIVEN, PlannerSettings, topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
-from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
+from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -103,31 +103,24 @@ def _data_type(saved: SavedPlan, name: str) -> Any:
 
 def _machine(saved: SavedPlan) -> Machine:
     """Return the machine with all ranks, in 2D parallelism of all sharding groups."""
-    topology: TopologyInputs = saved.inputs.topology
+    topology = saved.inputs.topology
     if topology.all_ranks % topology.on_host:
         raise PlanError(f"{saved.name}: {topology.all_ranks} ranks do not fill hosts of {topology.on_host}")
-    memory, rate = topology.memory_bytes, {name: per_ms * 1e3 for name, per_ms in topology.bandwidths.items()}
-    links = {} if topology.collective_bandwidths else rate  # bandwidths of single collectives replace these
-    gpu, between = next(map(gpu_of, topology.cards), None), links.get("between hosts")
-    own_network = GPUS[gpu].network_bytes_per_s if gpu else None
+    gpu, between = next(map(gpu_of, topology.cards), None), topology.bandwidths["between hosts"] * 1e3
+    is_usual = between == (gpu and GPUS[gpu].network_bytes_per_s)
     ranks = sorted((rank, place) for place in range(topology.world_size) for rank in topology.replicas(place))
     return Machine(
         ranks_per_host=topology.on_host,
         hosts=topology.all_ranks // topology.on_host,
         device=topology.compute_device,
-        gpu=gpu,
-        memory_bytes=min(memory[topology.own_memory]),
-        memory_bytes_per_s=rate[topology.own_memory],
-        host_memory_bytes=None if topology.own_memory == "DDR" else min(memory["DDR"]),
-        host_bytes_per_s=rate["HBM to DDR"],
-        intra_bytes_per_s=links.get("within hosts"),
-        inter_bytes_per_s=None if between == own_network else between,
+        # Another GPU brings its own network, but for one that somebody gave.
+        inter_bytes_per_s=None if is_usual or topology.collective_bandwidths else between,
         rank_memory_bytes={
-            kind: tuple(sizes[place] for _, place in ranks) for kind, sizes in memory.items() if len(set(sizes)) > 1
+            kind: tuple(sizes[place] for _, place in ranks)
+            for kind, sizes in topology.memory_bytes.items()
+            if len(set(sizes)) > 1
         },
-        ssd_bytes=min(memory["SSD"]),
         more=topology_arguments(topology),
-        cards=topology.cards,
     )
 
 

@@ -128,4 +128,4 @@ def _point(axis: str, value: Any, present: Job, plan: SavedPlan) -> Point:
 def _with_gpu(machine: Machine, gpu: str) -> Machine:
     """Return as many of another model, with its own memory and links; a given network between hosts stays."""
     alike = replace(machine, memory_bytes=None, memory_bytes_per_s=None, host_bytes_per_s=None, intra_bytes_per_s=None)
-    return replace(alike, gpu=gpu.lower(), cards=())
+    return replace(alike, gpu=gpu.lower())

@@ -271,15 +271,16 @@ def doubtful_bandwidths(topology: Topology) -> Iterator[str]:
 
 
 def topology_arguments(inputs: TopologyInputs) -> dict[str, Any]:
-    """Return the arguments of :func:`~dreamshard_planner.devices.make_topology`, except ranks, cards and memory."""
-    arguments: dict[str, Any] = {BANDWIDTHS[name].rpartition(".")[2]: rate for name, rate in inputs.bandwidths.items()}
-    if inputs.pod_size > 1:
-        arguments["pod_size"] = inputs.pod_size
-    if inputs.collective_bandwidths:
-        arguments["generalized_comms_bandwidths"] = SavedBandwidths(inputs)
-    if inputs.cores is not None:
-        arguments["cores"] = inputs.cores
-    return arguments | inputs.multipliers
+    """Return the arguments of :func:`~dreamshard_planner.devices.make_topology`, with the least memory of any rank."""
+    return {
+        "cards": inputs.cards or (UNKNOWN_CARD,),
+        "cores": inputs.cores,
+        "pod_size": inputs.pod_size if inputs.pod_size > 1 else None,
+        "generalized_comms_bandwidths": SavedBandwidths(inputs) if inputs.collective_bandwidths else None,
+        **{f"{kind.lower()}_cap": min(sizes) for kind, sizes in inputs.memory_bytes.items()},
+        **{BANDWIDTHS[name].rpartition(".")[2]: rate for name, rate in inputs.bandwidths.items()},
+        **inputs.multipliers,
+    }
 
 
 class SavedBandwidths(GeneralizedCommsBandwidth):
