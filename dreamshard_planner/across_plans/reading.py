@@ -344,26 +344,22 @@ class BoundedReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        large = [item for item in plan.items if self._is_large(item)]
-        plan.items = [item for item in plan.items if not self._is_large(item)]
         try:
-            for item in large:
-                self._read_rows(item, planner)
+            plan.items = [item for item in plan.items if not self._read_rows(item, planner)]
             return super().read_data(plan, planner)
         except (OSError, RuntimeError, EOFError, ValueError) as error:
             raise CheckpointError(f"{self.path}: a file is missing or damaged: {error}") from error
 
-    def _is_large(self, item: ReadItem) -> bool:
+    def _read_rows(self, item: ReadItem, planner: LoadPlanner) -> bool:
+        """Read part of a large shard in pieces; return False for any other shard."""
         stored = self.storage_data[item.storage_index]
-        return item.type is LoadItemType.TENSOR and stored.length > 2 * PIECE_BYTES and not stored.transform_descriptors
-
-    def _read_rows(self, item: ReadItem, planner: LoadPlanner) -> None:
-        stored = self.storage_data[item.storage_index]
+        if item.type is not LoadItemType.TENSOR or stored.length <= 2 * PIECE_BYTES or stored.transform_descriptors:
+            return False
         with open(os.path.join(self.path, stored.relative_path), "rb") as file:
             with FakeTensorMode():  # all but the data
                 saved = torch.load(self._slice_file(file, stored), map_location="cpu", weights_only=True)
             if not saved.is_contiguous() or saved.storage_offset():
-                raise CheckpointError(f"{self.path}: {item.storage_index.fqn} is not contiguous")
+                return False
             first, row_bytes = item.storage_offsets[0], math.prod(saved.shape[1:]) * saved.itemsize
             file.seek(stored.offset + saved.untyped_storage()._checkpoint_offset + first * row_bytes)
             for start, count in pieces(item.lengths[0], row_bytes):
@@ -378,6 +374,7 @@ class BoundedReader(FileSystemReader):
                 target = planner.resolve_tensor(part)
                 target.copy_(rows)
                 planner.commit_tensor(part, target)
+        return True
 
 
 def describe(path: str | Path) -> dict[str, Any]:

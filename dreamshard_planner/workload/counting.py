@@ -85,17 +85,10 @@ class FeatureCounts:
         histogram_K, distinct = histogram_of_counts(count_R)
         reuse = tuple(histogram_K.tolist()), samples, distinct
         ids = IdHistogram.of_counts(id_R, count_R)
-        self._add(FeatureStatistics(len(id_N) / samples, *reuse, ids, weighted=weighted), (id_R, count_R))
+        self.add_statistics(FeatureStatistics(len(id_N) / samples, *reuse, ids, weighted=weighted), (id_R, count_R))
 
-    def add_statistics(self, part: FeatureStatistics) -> None:
-        """Count all batches that some statistics were taken from."""
-        hot = (
-            None if part.hot is None else (torch.tensor(part.hot.ids, dtype=torch.int64), torch.tensor(part.hot.reads))
-        )
-        self._add(part, hot)
-
-    def _add(self, part: FeatureStatistics, hot: tuple[Tensor, Tensor] | None) -> None:
-        """Add the sums of some batches, with ids and their reads per batch."""
+    def add_statistics(self, part: FeatureStatistics, hot: tuple[Tensor, Tensor] | None) -> None:
+        """Count all batches that some statistics were taken from, with ids and their reads per batch."""
         lookups, distinct = part.batches * part.lookups, part.batches * part.rows_read
         self.batches += part.batches
         self.samples += part.batches * part.samples
@@ -280,5 +273,5 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
         return parts[0]
     counts = FeatureCounts(name)
     for part in parts:
-        counts.add_statistics(part)
+        counts.add_statistics(part, part.hot and part.hot.tensors())
     return counts.statistics()

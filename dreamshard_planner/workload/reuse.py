@@ -13,7 +13,6 @@ Shapes: T tables, K = 17 bins, Q Poisson rates, M of them in the free mixture, R
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache, lru_cache
 
@@ -283,18 +282,16 @@ def shift_reuse(histogram: tuple[float, ...], ratio: float) -> tuple[float, ...]
 
     All rows move by the two whole numbers of bins whose means enclose the new mean.
     """
-    moved_BK, means = _moved(histogram)
-    target = means[NUM_REUSE_BINS - 1] * ratio
-    upper = min(max(bisect_left(means, target), 1), len(means) - 1)
-    low, high = means[upper - 1], means[upper]
-    part = min(1.0, max(0.0, (target - low) / (high - low))) if high > low else 1.0
-    return tuple(((1 - part) * moved_BK[upper - 1] + part * moved_BK[upper]).tolist())
+    moved_BK, mean_B = _moved(histogram)
+    moves = np.interp(mean_B[NUM_REUSE_BINS - 1] * ratio, mean_B, np.arange(len(mean_B)))
+    low = min(int(moves), len(mean_B) - 2)
+    return tuple((moved_BK[low] + (moves - low) * (moved_BK[low + 1] - moved_BK[low])).tolist())
 
 
 @lru_cache(maxsize=4096)
-def _moved(histogram: tuple[float, ...]) -> tuple[np.ndarray, list[float]]:
+def _moved(histogram: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return a histogram moved by -16 to 16 bins, [33, K], and the ascending means; outermost bins take overflow."""
     bins = np.arange(NUM_REUSE_BINS)
     target_BK = np.clip(np.arange(1 - NUM_REUSE_BINS, NUM_REUSE_BINS)[:, None] + bins, 0, NUM_REUSE_BINS - 1)
     moved_BK = np.array(histogram) @ (target_BK[..., None] == bins)
-    return moved_BK, (moved_BK @ bin_mean_reuse().numpy()).tolist()
+    return moved_BK, moved_BK @ bin_mean_reuse().numpy()

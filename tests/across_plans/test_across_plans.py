@@ -248,7 +248,7 @@ def test_states_without_a_rule_and_tables_start_anew_by_consent(tmp_path: Path) 
 
 def test_large_shards_are_read_and_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 300
-    state = saved(tmp_path / "plain", rows=rows)
+    state = saved(tmp_path / "plain", rows=rows, transposed=torch.rand(DIM, rows).T)
     monkeypatch.setattr(reading, "PIECE_BYTES", 1 << 10)
     found = zeros_like(state)
     load_across_plans(found, tmp_path / "plain")
