@@ -18,13 +18,13 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Topology
 from torchrec.distributed.types import CacheParams, ModuleSharder
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm.job import EveryTypeSharder
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SHARDING_TYPES, TW
+from tests.small_models import collection, sequences, table
 
 GIB = 2**30
 POOLED_TYPES, SEQUENCE_TYPES = tuple(SHARDING_TYPES), (TW, CW, RW, DP)
@@ -115,23 +115,16 @@ def _random_model(rng: random.Random, num_tables: int) -> tuple[nn.Module, dict[
     for index, kind in enumerate(kinds):
         own, width = [], rng.choice([4, 32, 64, 256])
         for number in range(-(-num_tables // len(kinds))):
-            name = f"t{index}_{number}"
-            common = {
-                "name": name,
-                "num_embeddings": rng.choice([1, rng.randint(2, 40), int(10 ** rng.uniform(2, 6))]),
-                "embedding_dim": width if kind == "sequence" else rng.choice([4, 8, 12, 32, 64, 128, 256, 512]),
-                "feature_names": [f"{name}_f{k}" for k in range(rng.choice([1, 1, 1, 2, 3]))],
-                "data_type": rng.choice([DataType.FP32, DataType.FP32, DataType.FP16]),
-            }
-            if kind == "sequence":
-                own.append(EmbeddingConfig(**common))
-            else:
-                own.append(EmbeddingBagConfig(**common, pooling=rng.choice([PoolingType.SUM, PoolingType.MEAN])))
-        meta = torch.device("meta")
+            rows = rng.choice([1, rng.randint(2, 40), int(10 ** rng.uniform(2, 6))])
+            dim = width if kind == "sequence" else rng.choice([4, 8, 12, 32, 64, 128, 256, 512])
+            features, data_type = rng.choice([1, 1, 1, 2, 3]), rng.choice([DataType.FP32, DataType.FP32, DataType.FP16])
+            pooling = PoolingType.SUM if kind == "sequence" else rng.choice([PoolingType.SUM, PoolingType.MEAN])
+            own.append(table(f"t{index}_{number}", rows, dim, features, data_type=data_type, pooling=pooling))
         if kind == "sequence":
-            module = EmbeddingCollection(tables=own, device=meta)
+            module = sequences(*own)
+            own = module.embedding_configs()
         else:
-            module = EmbeddingBagCollection(tables=own, is_weighted=kind == "weighted", device=meta)
+            module = collection(*own, weighted=kind == "weighted")
         setattr(model, f"{kind}{index}", module)
         optimizer = rng.choice([None, torch.optim.SGD, torch.optim.Adam, RowWiseAdagrad])
         if optimizer is not None:

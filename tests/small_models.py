@@ -42,10 +42,13 @@ def table(name: str, rows: int = 1000, dim: int = 16, features: int = 1, **argum
 
 
 def collection(
-    *tables: EmbeddingBagConfig, weighted: bool = False, optimizer: type[torch.optim.Optimizer] | None = None
+    *tables: EmbeddingBagConfig,
+    weighted: bool = False,
+    optimizer: type[torch.optim.Optimizer] | None = None,
+    device: str = "meta",
 ) -> EmbeddingBagCollection:
-    """Return a collection without weights; its tables have the in-backward optimizer, if one is given."""
-    made = EmbeddingBagCollection(tables=list(tables), is_weighted=weighted, device=torch.device("meta"))
+    """Return a collection, without weights by default; its tables have the in-backward optimizer, if one is given."""
+    made = EmbeddingBagCollection(tables=list(tables), is_weighted=weighted, device=torch.device(device))
     if optimizer is not None:
         apply_optimizer_in_backward(optimizer, made.parameters(), {"lr": 0.1})
     return made
@@ -60,15 +63,14 @@ def sequences(*tables: EmbeddingBagConfig, **arguments) -> EmbeddingCollection:
     return EmbeddingCollection(tables=configs, device=torch.device("meta"))
 
 
-def managed(plain: nn.Module, rows: int, buckets: int = 1) -> nn.Module:
-    """Return a collection of one table whose ids managed collisions map to its rows."""
+def managed(plain: nn.Module, rows: int, buckets: int = 1, **arguments) -> nn.Module:
+    """Return a collection of tables of so many rows, to which managed collisions map ids."""
     pooled = isinstance(plain, EmbeddingBagCollection)
-    (config,) = plain.embedding_bag_configs() if pooled else plain.embedding_configs()
-    collisions = MCHManagedCollisionModule(
-        rows, torch.device("meta"), DistanceLFU_EvictionPolicy(), eviction_interval=2, buckets=buckets
-    )
+    configs = plain.embedding_bag_configs() if pooled else plain.embedding_configs()
+    given = {"eviction_policy": DistanceLFU_EvictionPolicy(), "eviction_interval": 2, "buckets": buckets, **arguments}
+    collisions = {config.name: MCHManagedCollisionModule(rows, plain.device, **given) for config in configs}
     kind = ManagedCollisionEmbeddingBagCollection if pooled else ManagedCollisionEmbeddingCollection
-    return kind(plain, ManagedCollisionCollection({config.name: collisions}, [config]))
+    return kind(plain, ManagedCollisionCollection(collisions, configs), allow_in_place_embed_weight_update=True)
 
 
 def small_model(optimizer: type[torch.optim.Optimizer] | None = None) -> nn.Module:

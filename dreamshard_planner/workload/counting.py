@@ -273,5 +273,5 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
         return parts[0]
     counts = FeatureCounts(name)
     for part in parts:
-        counts.add_statistics(part, part.hot and part.hot.tensors())
+        counts.add_statistics(part, part.hot.tensors() if part.hot else None)
     return counts.statistics()

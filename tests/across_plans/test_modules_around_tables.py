@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import small_models
 import torch
+from small_models import collection, table
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
@@ -18,16 +19,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -41,7 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 ROWS, DIM, IDS, STEPS = 48, 8, 1000, 6
 TRAINED_IDS = torch.arange(7, IDS, 50)
-CPU = torch.device("cpu")
 SHARDERS = (
     EmbeddingBagCollectionSharder(),
     ManagedCollisionEmbeddingBagCollectionSharder(),
@@ -49,29 +42,17 @@ SHARDERS = (
 )
 
 
-def collection(*tables: str, weighted: bool = False) -> EmbeddingBagCollection:
-    configs = [
-        EmbeddingBagConfig(name=table, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[f"of_{table}"])
-        for table in tables
-    ]
-    return EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=CPU)
+def plain(*tables: str, weighted: bool = False) -> EmbeddingBagCollection:
+    return collection(*(table(name, ROWS, DIM) for name in tables), weighted=weighted, device="cpu")
 
 
 def processed(*tables: str) -> nn.Module:
-    processors = {f"of_{table}": PositionWeightedModule(max_feature_length=3) for table in tables}
-    return FeatureProcessedEmbeddingBagCollection(collection(*tables, weighted=True), processors)
+    processors = {f"{table}_f0": PositionWeightedModule(max_feature_length=3) for table in tables}
+    return FeatureProcessedEmbeddingBagCollection(plain(*tables, weighted=True), processors)
 
 
 def managed(*tables: str) -> nn.Module:
-    bags = collection(*tables)
-    collisions = {
-        table: MCHManagedCollisionModule(
-            ROWS, CPU, DistanceLFU_EvictionPolicy(), eviction_interval=2, input_hash_size=IDS, buckets=6
-        )
-        for table in tables
-    }
-    of_tables = ManagedCollisionCollection(collisions, bags.embedding_bag_configs())
-    return ManagedCollisionEmbeddingBagCollection(bags, of_tables, allow_in_place_embed_weight_update=True)
+    return small_models.managed(plain(*tables), ROWS, buckets=6, input_hash_size=IDS)
 
 
 def names_planned(path: Path, model: nn.Module) -> list[str]:
@@ -97,10 +78,10 @@ def blank(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     return {"model": {key: torch.zeros_like(value) for key, value in model.state_dict().items()}}
 
 
-PROCESSOR = "model.x._feature_processors.of_c.position_weight"
+PROCESSOR = "model.x._feature_processors.c_f0.position_weight"
 
 
-@pytest.mark.parametrize(("kind", "beside"), [(collection, ()), (processed, (PROCESSOR,)), (managed, ())])
+@pytest.mark.parametrize(("kind", "beside"), [(plain, ()), (processed, (PROCESSOR,)), (managed, ())])
 def test_loading_takes_the_names_of_plans(kind, beside: tuple[str, ...], tmp_path: Path) -> None:
     small, large = model_of(x=kind("a", "b")), model_of(x=kind("a", "b", "c"))
     first, second = saved(tmp_path / "small", small), saved(tmp_path / "large", large)
@@ -127,17 +108,17 @@ def test_loading_takes_the_names_of_plans(kind, beside: tuple[str, ...], tmp_pat
 def test_tables_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
     """Modules of a model's own may have the names that TorchRec gives to what is within its modules, and one module's
     name may begin another's."""
-    own = nn.ModuleDict({"_embedding_bag_collection": collection("a"), "_embedding_module": collection("a")})
-    plain = {name: collection("a") for name in ("embedding", "x2y", "xembedding")}
-    model = model_of(x=own, x2=processed("a"), **plain)
+    own = nn.ModuleDict({"_embedding_bag_collection": plain("a"), "_embedding_module": plain("a")})
+    others = {name: plain("a") for name in ("embedding", "x2y", "xembedding")}
+    model = model_of(x=own, x2=processed("a"), **others)
     first = saved(tmp_path / "saved", model)
     assert sorted(describe(first)["tables"]) == names_planned(tmp_path / "plan.json", model)
     loaded = blank(model)
     load_across_plans(loaded, first)
     torch.testing.assert_close(loaded["model"], dict(model.state_dict()))
 
-    loaded = blank(nn.ModuleDict({"x": own, "x2y": plain["x2y"]}))
-    beside = "model.x2._feature_processors.of_a.position_weight"
+    loaded = blank(nn.ModuleDict({"x": own, "x2y": others["x2y"]}))
+    beside = "model.x2._feature_processors.a_f0.position_weight"
     load_across_plans(loaded, first, dropped=["x2.a", "embedding.a", "xembedding.a", beside])
     assert loaded["model"] and all(
         torch.equal(value, model.state_dict()[key]) for key, value in loaded["model"].items()
@@ -156,11 +137,11 @@ class Trained(nn.Module):
             apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1})
 
     def forward(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-        managed = KeyedJaggedTensor(["of_managed"], ids_N, lengths=torch.ones_like(ids_N))
+        managed = KeyedJaggedTensor(["managed_f0"], ids_N, lengths=torch.ones_like(ids_N))
         lengths_N = 1 + ids_N % 3
         rows = ids_N.repeat_interleave(lengths_N) % ROWS
-        processed = KeyedJaggedTensor(["of_processed"], rows, torch.ones(len(rows)), lengths_N)
-        return self.m(managed)[0].wait()["of_managed"], self.p(processed).wait()["of_processed"]
+        processed = KeyedJaggedTensor(["processed_f0"], rows, torch.ones(len(rows)), lengths_N)
+        return self.m(managed)[0].wait()["managed_f0"], self.p(processed).wait()["processed_f0"]
 
 
 def sharded(rank: Rank, whole: bool) -> tuple[DistributedModelParallel, dict[str, dict]]:

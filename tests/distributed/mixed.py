@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Rank
+from small_models import collection, sequences, table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -23,8 +24,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel as Torc
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import CustomTopologyData
 from torchrec.distributed.types import ModuleSharder, ShardedTensor
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -85,8 +85,8 @@ class Case:
 
     def tables(self) -> Iterator[tuple[str, str, TableSpec]]:
         for module, tables in self.modules.items():
-            for name, table in tables.items():
-                yield module, name, table
+            for name, spec in tables.items():
+                yield module, name, spec
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,6 @@ class Trained:
     error: str | None
 
 
-def feature_names(table: str, spec: TableSpec) -> list[str]:
-    return [f"{table}_f{k}" for k in range(spec.features)]
-
-
 class MixedModel(TopLayer):
     """Pooled and sequence embeddings into one linear layer; returns the loss of a batch."""
 
@@ -112,29 +108,16 @@ class MixedModel(TopLayer):
         super().__init__(sum(spec.dim * spec.features for *_, spec in case.tables()))
         self.features: dict[str, list[str]] = {}
         for module, tables in case.modules.items():
-            sequence = module.startswith("sequence")
-            configs = []
-            for name, spec in tables.items():
-                common = {
-                    "name": name,
-                    "num_embeddings": spec.rows,
-                    "embedding_dim": spec.dim,
-                    "feature_names": feature_names(name, spec),
-                    "data_type": spec.data_type,
-                }
-                configs.append(
-                    EmbeddingConfig(**common) if sequence else EmbeddingBagConfig(**common, pooling=spec.pooling)
-                )
-            if sequence:
-                collection: nn.Module = EmbeddingCollection(tables=configs, device=torch.device("meta"))
-            else:
-                collection = EmbeddingBagCollection(
-                    tables=configs, is_weighted=module.startswith("weighted"), device=torch.device("meta")
-                )
-            setattr(self, module, collection)
+            configs = [
+                table(name, spec.rows, spec.dim, spec.features, data_type=spec.data_type, pooling=spec.pooling)
+                for name, spec in tables.items()
+            ]
+            sequence, weighted = module.startswith("sequence"), module.startswith("weighted")
+            made = sequences(*configs) if sequence else collection(*configs, weighted=weighted)
+            setattr(self, module, made)
             self.features[module] = [name for config in configs for name in config.feature_names]
             if case.optimizer is not None:
-                apply_optimizer_in_backward(case.optimizer, collection.parameters(), {"lr": LEARNING_RATE})
+                apply_optimizer_in_backward(case.optimizer, made.parameters(), {"lr": LEARNING_RATE})
 
     def forward(self, batches: dict[str, KeyedJaggedTensor], labels_B: Tensor) -> Tensor:
         columns = []
@@ -154,9 +137,9 @@ def batches(case: Case, step: int, first: int, count: int) -> tuple[dict[str, Ke
     result = {}
     for module, tables in case.modules.items():
         names, indices, weights, lengths = [], [], [], []
-        for table, spec in tables.items():
-            for name in feature_names(table, spec):
-                names.append(name)
+        for name, spec in tables.items():
+            for number in range(spec.features):
+                names.append(f"{name}_f{number}")
                 length_B = torch.randint(MAX_LENGTH + 1, (SAMPLES,), generator=generator)
                 start = int(length_B[:first].sum())
                 index_L = torch.randint(spec.rows, (int(length_B.sum()),), generator=generator)
