@@ -159,8 +159,7 @@ def _other_lookups(run: ObservedRun) -> Iterator[str]:
         if name in known and abs(known[name].pooling_factor - planned) > OTHER_LOOKUPS * max(planned, 1e-9)
     ]
     if changed:
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        yield f"wrong statistics: lookups per sample are not those of the plan: {', '.join(changed[:SHOWN])}{more}"
+        yield f"wrong statistics: lookups per sample are not those of the plan: {first_of(changed, SHOWN)}"
 
 
 def _judged(run: ObservedRun, plan: SavedPlan) -> tuple[list[str], str, bool]:
@@ -170,41 +169,36 @@ def _judged(run: ObservedRun, plan: SavedPlan) -> tuple[list[str], str, bool]:
     if others:
         return meaning, "the prediction is of another training or of other work: times do not compare", False
     expected_ms = predicted.chosen.rank_ms
-    observed_ms = {rank.rank: rank.kernel_ms(*DIRECTIONS) for rank in run.ranks if expected_ms[rank.rank]}
-    ratios = {rank: ms / expected_ms[rank] for rank, ms in observed_ms.items() if ms}
-    if unseen := [str(rank) for rank, ms in observed_ms.items() if not ms]:
+    times = {r.rank: r.kernel_ms(*DIRECTIONS) / expected_ms[r.rank] for r in run.ranks if expected_ms[r.rank]}
+    if unseen := [str(rank) for rank, ratio in times.items() if not ratio]:
         meaning.append(f"no kernel of rank {', '.join(unseen)} was observed; torch.compile hides them")
-    outputs_off = _outputs_off(run, predicted)
+    ratios, outputs_off = {rank: ratio for rank, ratio in times.items() if ratio}, _outputs_off(run, predicted)
     if not ratios:
         return [*meaning, *outputs_off], "no kernel was observed: the prediction is not judged", False
     slowest, fastest = max(ratios, key=ratios.__getitem__), min(ratios, key=ratios.__getitem__)
-    alike = ratios[slowest] <= ALIKE * ratios[fastest]
-    if all(abs(ratio - 1) <= NEAR for ratio in ratios.values()):
-        pass
-    elif alike:
-        times = fmean(ratios.values())
-        meaning.append(
-            f"kernels take {times:.2f} times the predicted time, on all ranks alike: costs of another machine"
-        )
-    else:
+    alike, error = ratios[slowest] <= ALIKE * ratios[fastest], fmean(abs(1 / ratio - 1) for ratio in ratios.values())
+    if max(ratios[slowest] - 1, 1 - ratios[fastest]) > NEAR:
         kinds = sorted({kernel.sharding_type for rank in run.ranks if rank.rank == slowest for kernel in rank.kernels})
-        meaning.append(
+        uneven = (
             f"kernels of rank {slowest} ({', '.join(kinds)}) take {ratios[slowest]:.2f} times the predicted time, "
             f"kernels of rank {fastest} {ratios[fastest]:.2f} times: other kernels than the costs know, or another load"
         )
-    error = fmean(abs(1 / ratio - 1) for ratio in ratios.values())
-    if error > NEAR and alike:
-        verdict = ", all ranks alike: trust the order of tables, but not times, before dreamshard learn"
-    elif error > NEAR:
-        verdict = ": do not trust the prediction on this hardware before dreamshard learn"
-    elif run.hides_outputs:
-        verdict = ", exchanges are not judged: kernels may be trusted on this hardware"
-    elif outputs_off:
-        verdict = ", exchanges are not well predicted: trust kernels, but not plans that split tables"
-    else:
-        verdict = ", exchanges well enough: the prediction may be trusted on this hardware"
+        even = f"kernels take {fmean(ratios.values()):.2f} times the predicted time, on all ranks alike"
+        meaning.append(f"{even}: costs of another machine" if alike else uneven)
+    verdicts = (
+        (
+            error > NEAR and alike,
+            False,
+            ", all ranks alike: trust the order of tables, not times, before dreamshard learn",
+        ),
+        (error > NEAR, False, ": do not trust the prediction on this hardware before dreamshard learn"),
+        (run.hides_outputs, True, ", exchanges are not judged: kernels may be trusted on this hardware"),
+        (outputs_off, False, ", exchanges are not well predicted: trust kernels, but not plans that split tables"),
+        (True, True, ", exchanges well enough: the prediction may be trusted on this hardware"),
+    )
+    trusted, verdict = next((trusted, verdict) for holds, trusted, verdict in verdicts if holds)
     said = f"kernels are predicted {100 * error:.0f} % off ({predicted.cost_source}){verdict}"
-    return [*meaning, *outputs_off], said, error <= NEAR and (run.hides_outputs or not outputs_off)
+    return [*meaning, *outputs_off], said, trusted
 
 
 def _outputs_off(run: ObservedRun, predicted: Predicted) -> list[str]:

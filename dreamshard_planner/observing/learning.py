@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -94,12 +94,13 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     compute = checkpoint.cost or RooflineCost.of_bandwidths(device, memory, link, str(observation.hardware["name"]))
     corrections, checks = choose_corrections(compute, known.corrections, sets)
     collectives, exchanges = learn_exchanges(observation, checkpoint)
+    told = [check.to_dict(observed=True) for check in checks]
     if not force and not any(check.changed for check in checks) and not exchanges:
         kernels = f"{len(sets)} kernels" if len(sets) > 1 else "one kernel, which none confirms"
         raise CalibrationRefused(
             f"{observation.title} ({kernels}): no correction reduced the errors of {checkpoint.name} on held-out "
             "kernels or exchanges; observe another plan too",
-            [check.to_dict(observed=True) for check in checks],
+            told,
         )
     title = f"{observation.title} on {hardware_name(observation.hardware)}"
     seen = set(optimizer_of(sets.features_SF).tolist())
@@ -109,28 +110,27 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     before = known.learned.never_observed
     never = unseen if before is None else [one for one in unseen if one in before]
     shares = [share for run in observation.runs if (share := run.embedding_share) is not None]
-    told = {
-        "from": checkpoint.name,
-        "runs": len(observation.runs),
-        "steps": observation.steps,
-        "sets": len(sets),
-        "bytes_per_ms": [memory, link],
-        "title": title,
-        "said": f"learned from {title}: {errors_in_words(checks)}; never observed, and as before: "
-        + (", ".join(never) or "nothing"),
-        "checks": [check.to_dict(observed=True) for check in checks],
-        "exchanges": exchanges,
-        "never_observed": never,
-        "embedding_share": fmean(shares) if shares else None,
-        "left_out": left_out,
-    }
+    said = f"learned from {title}: {errors_in_words(checks)}; never observed, and as before: "
     metadata = {
         **{key: value for key, value in checkpoint.metadata.items() if key not in ("calibration", "corrected")},
         "corrections": corrections,
         "collectives": collectives,
         "hardware": observation.hardware,
         "hardware_name": f"{checkpoint.measured_on}, learned on {hardware_name(observation.hardware)}",
-        "learned": told,
+        "learned": {
+            "from": checkpoint.name,
+            "runs": len(observation.runs),
+            "steps": observation.steps,
+            "sets": len(sets),
+            "bytes_per_ms": [memory, link],
+            "title": title,
+            "said": said + (", ".join(never) or "nothing"),
+            "checks": told,
+            "exchanges": exchanges,
+            "never_observed": never,
+            "embedding_share": fmean(shares) if shares else None,
+            "left_out": left_out,
+        },
     }
     Checkpoint(checkpoint.policy, checkpoint.cost, metadata).save(out)
     return Checkpoint.load(out)
@@ -205,47 +205,60 @@ Exchange = tuple[str, tuple[float, float, float, float]]
 """Operation and figures of all its calls in one pass of a run's steps; for lookups, of all their exchanges."""
 
 
-@dataclass(frozen=True)
-class Slowdown:
-    """Factors between a model of an operation and its observed exchanges. The shares of the slowest rank's bytes and of
-    all ranks' bytes are kept, since few runs tell them apart."""
+class _Seen:
+    """Observed exchanges of one operation."""
 
-    times_2: np.ndarray  # of latency and of bytes
-    relative_error: float
+    def __init__(self, operation: str, figures: Sequence[tuple[float, ...]], links: Links) -> None:
+        in_use, self._seen_X4 = links.get(operation), np.array(figures)
+        like = in_use or links["all_to_all"]  # outputs on the same links
+        self.model = replace(like, latency_ms=max(like.latency_ms, LATENCY_MS))
+        """The model that a fit scales."""
+        self._shares_X2 = self._shares(self.model)
+        self._before_X = np.zeros(len(figures)) if in_use is None else self._shares(in_use).sum(1)
+        self.before = float(np.abs(self._before_X - 1).mean())
+        """Mean error of the costs in use, 1 if they do not count the operation."""
 
-    @classmethod
-    def fitted(cls, shares_X2: np.ndarray) -> Slowdown:
-        """Fit exchanges, given as :func:`_shares`, by robust least squares."""
+    def _shares(self, model: CollectiveModel) -> np.ndarray:
+        """Return predicted latency and byte time, as shares of the observed times, [X, 2]."""
+        calls_X, slowest_X, total_X, ms_X = self._seen_X4.T
+        bytes_ms_X = slowest_X / model.bytes_per_ms + total_X / model.shared_bytes_per_ms
+        return np.stack([calls_X * model.latency_ms, bytes_ms_X], -1) / ms_X[:, None]
+
+    def errors(self, times_2: np.ndarray) -> np.ndarray:
+        """Return relative errors of the model slowed down, [X]."""
+        return np.abs(self._shares_X2 @ times_2 - 1)
+
+    def fitted(self, without: int | None = None) -> np.ndarray:
+        """Return factors of latency and byte time by robust least squares. The shares of the slowest rank's bytes and
+        of all ranks' bytes are kept, since few runs tell them apart."""
+        shares_X2 = self._shares_X2 if without is None else np.delete(self._shares_X2, without, 0)
         level = -np.log(np.median(shares_X2.sum(1)))
 
         def off(log_2: np.ndarray) -> np.ndarray:
             return np.append(np.log(shares_X2 @ np.exp(log_2)), TOGETHER * (log_2[0] - log_2[1]))
 
-        times_2 = np.exp(least_squares(off, [level, level], loss="soft_l1", f_scale=OUTLYING).x)
-        return cls(times_2, float(np.median(np.abs(shares_X2 @ times_2 - 1))))
+        return np.exp(least_squares(off, [level, level], loss="soft_l1", f_scale=OUTLYING).x)
 
-    @classmethod
-    def mean(cls, some: Sequence[Slowdown]) -> Slowdown:
-        """Return the geometric mean of some operations' factors, with the mean of their errors."""
-        times_2 = np.exp(np.mean([np.log(one.times_2) for one in some], axis=0))
-        return cls(times_2, fmean(one.relative_error for one in some))
+    def held_out_error(self) -> float:
+        """Return the mean error of each exchange by a fit to the others; infinite without others."""
+        if len(self._seen_X4) == 1:
+            return math.inf
+        return fmean(self.errors(self.fitted(without=at))[at] for at in range(len(self._seen_X4)))
 
-    def of(self, model: CollectiveModel, least: float = 0.0) -> CollectiveFit:
-        """Return the model slowed down, by at least some factor."""
-        latency_times, bytes_times = np.maximum(self.times_2, least).tolist()
-        slowest, shared = (min(rate, MAX_BYTES_PER_MS) for rate in (model.bytes_per_ms, model.shared_bytes_per_ms))
-        fit = CollectiveFit(latency_times * model.latency_ms, slowest, shared, self.relative_error)
-        return fit.slowed(bytes_times)
+    def is_confirmed_by(self, times_2: np.ndarray) -> bool:
+        """Return whether the only exchange is predicted nearer, as a factor, by the slowdown of outputs than before."""
+        before, after = self._before_X[0], self._shares_X2[0] @ times_2
+        return len(self._seen_X4) == 1 and (not before or abs(math.log(after)) < abs(math.log(before)))
 
 
 def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
     """Return collectives for a checkpoint's metadata, and sentences about the changes.
 
     Counts runs whose ranks were all observed, with the hosts and backend of the first one. An operation that was
-    observed without a better fit stays as it was, unless :func:`_as_seen_once` has one. Outputs that were not observed
-    are taken to be slower than predicted by as much as the learned ones, or a plan would flee to them; those that were
-    measured before get no faster. Null stands for the topology's bandwidths. The checkpoint's own collectives come back
-    if held-out exchanges confirm nothing.
+    observed without a better fit stays as it was, unless outputs confirm its only exchange. Outputs that were not
+    observed are taken to be slower than predicted by as much as the learned ones, or a plan would flee to them; those
+    that were measured before get no faster. Null stands for the topology's bandwidths. The checkpoint's own collectives
+    come back if held-out exchanges confirm nothing.
     """
     kept, known = checkpoint.metadata.get("collectives"), checkpoint.known.collectives
     whole = [run for run in observation.runs if len(run.ranks) == run.world_size > 1]
@@ -259,42 +272,39 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     for run in alike:
         for operation, exchange_4 in (*_of_outputs(run), *_of_lookups(run, links.get("bucketing"), more_bytes)):
             figures[operation].append(exchange_4)
-    seen = {operation: np.array(exchanges) for operation, exchanges in figures.items()}
-    learned: dict[str, Slowdown] = {}
-    said = []
-    found = {operation: _learned(seen_X4, operation, links) for operation, seen_X4 in seen.items()}
-    outputs = [fit for operation, (fit, *_) in found.items() if fit is not None and operation in OPERATIONS]
-    slower = Slowdown.mean(outputs) if outputs else None
-    for operation, (fit, before, after) in found.items():
-        now = f"are now {100 * after:.0f} % off"
-        if fit is None and slower is not None:
-            fit, now = _as_seen_once(seen[operation], operation, links, slower), "are now as in the only run"
-        if fit is not None:
-            learned[operation] = fit
-            what = operation if operation in LOOKUPS else f"outputs by {operation}"
-            were = "not counted" if operation not in links else f"{100 * before:.0f} % off"
-            said.append(f"{what}: were {were}, {now}")
+    seen = {operation: _Seen(operation, exchanges, links) for operation, exchanges in figures.items()}
+    after = {operation: one.held_out_error() for operation, one in seen.items()}
+    learned = {operation: one.fitted() for operation, one in seen.items() if after[operation] < one.before - LEAST_GAIN}
+    now = {operation: f"{100 * after[operation]:.0f} % off" for operation in learned}
+    outputs = [operation for operation in learned if operation in OPERATIONS]
+    slower_2 = np.exp(np.mean([np.log(learned[operation]) for operation in outputs], axis=0)) if outputs else None
+    for operation, one in seen.items():
+        if operation not in learned and slower_2 is not None and one.is_confirmed_by(slower_2):
+            learned[operation], now[operation] = one.fitted(), "as in the only run"
     if not learned:
         return kept, []
-    measured = {} if known is None else known.known
+    said = []
+    for operation in (name for name in seen if name in now):
+        what = operation if operation in LOOKUPS else f"outputs by {operation}"
+        were = f"{100 * seen[operation].before:.0f} % off" if operation in links else "not counted"
+        said.append(f"{what}: were {were}, are now {now[operation]}")
     if known is not None and known.hosts != first.hosts:
         said.append(f"what was measured between ranks of {known.hosts} host(s) is no longer known")
-        measured = {}
-    counted = LOOKUPS if "lookups" in learned or "lookups" in links else ()
+        known = None
+    measured, assumed = ({}, set()) if known is None else (known.known, {*known.assumed})
+    errors = {operation: float(np.median(seen[operation].errors(times_2))) for operation, times_2 in learned.items()}
     fits: dict[str, CollectiveFit | None] = {}
-    assumed = []
-    for operation in (*OPERATIONS, *counted):
-        model = links.get(operation)
+    for operation in (*OPERATIONS, *(LOOKUPS if "lookups" in learned or "lookups" in links else ())):
         if operation in learned:
-            fits[operation] = learned[operation].of(_like(links, operation))
-        elif model is None or operation in seen or operation in LOOKUPS:
-            fits[operation] = measured.get(operation) if model is not None and model.is_measured else None
-        elif slower is None:
+            assumed.discard(operation)
+            fits[operation] = _slowed(seen[operation].model, learned[operation], errors[operation])
+        elif slower_2 is None or operation in seen or operation in LOOKUPS:
             fits[operation] = measured.get(operation)
-            assumed += [operation] * (fits[operation] is not None and not model.is_measured)
         else:
-            fits[operation] = slower.of(model, least=1.0 if model.is_measured else 0.0)
-            assumed.append(operation)
+            assumed.add(operation)
+            model = links[operation]
+            times_2 = np.maximum(slower_2, 1.0) if model.is_measured else slower_2
+            fits[operation] = _slowed(model, times_2, fmean(errors[name] for name in outputs))
     return {
         "backend": first.backend,
         "world_size": first.world_size,
@@ -302,8 +312,16 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         "hardware": observation.hardware,
         "revision": REVISION,
         "fits": {operation: fit and asdict(fit) for operation, fit in fits.items()},
-        "assumed": assumed,
+        "assumed": sorted(assumed),
     }, said
+
+
+def _slowed(model: CollectiveModel, times_2: np.ndarray, relative_error: float) -> CollectiveFit:
+    """Return a model with latency and byte time multiplied by factors."""
+    latency_times, bytes_times = times_2.tolist()
+    slowest, shared = (min(rate, MAX_BYTES_PER_MS) for rate in (model.bytes_per_ms, model.shared_bytes_per_ms))
+    fit = CollectiveFit(latency_times * model.latency_ms, slowest, shared, relative_error)
+    return fit.slowed(bytes_times)
 
 
 def _of_outputs(run: ObservedRun) -> Iterator[Exchange]:
@@ -353,40 +371,3 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, more_bytes:
     calls, slowest, total = float(calls_X[slowest_X > 0].sum()), float(slowest_X.sum()), float(bytes_XD.sum())
     if calls and run.lookups_ms > sorting_ms:
         yield "lookups", (calls, slowest, total * (run.world_size - 1), run.lookups_ms - sorting_ms)
-
-
-def _learned(seen_X4: np.ndarray, operation: str, links: Links) -> tuple[Slowdown | None, float, float]:
-    """Return a fit that is better on held-out exchanges, if any, and the mean errors before and after; before, that of
-    an operation that is not counted is 1."""
-    model = links.get(operation)
-    before = 1.0 if model is None else float(np.abs(_shares(seen_X4, model).sum(1) - 1).mean())
-    if len(seen_X4) < 2:
-        return None, before, before
-    shares_X2 = _shares(seen_X4, _like(links, operation))
-    fits = [Slowdown.fitted(np.delete(shares_X2, at, 0)) for at in range(len(shares_X2))]
-    after = fmean(abs(shares_2 @ fit.times_2 - 1) for fit, shares_2 in zip(fits, shares_X2, strict=True))
-    return (Slowdown.fitted(shares_X2) if after < before - LEAST_GAIN else None), before, after
-
-
-def _as_seen_once(seen_X4: np.ndarray, operation: str, links: Links, slower: Slowdown) -> Slowdown | None:
-    """Return the fit to the only exchange of an operation, if outputs confirm it: by their slowdown the exchange is
-    predicted nearer, as a factor, than before."""
-    if len(seen_X4) > 1:
-        return None
-    model, shares_X2 = links.get(operation), _shares(seen_X4, _like(links, operation))
-    before = math.inf if model is None else abs(math.log(_shares(seen_X4, model).sum()))
-    return Slowdown.fitted(shares_X2) if abs(math.log((shares_X2 @ slower.times_2).sum())) < before else None
-
-
-def _shares(seen_X4: np.ndarray, model: CollectiveModel) -> np.ndarray:
-    """Return predicted latency and byte time, as shares of the observed times, [X, 2]."""
-    calls_X, slowest_X, total_X, ms_X = seen_X4.T
-    bytes_ms_X = slowest_X / model.bytes_per_ms + total_X / model.shared_bytes_per_ms
-    return np.stack([calls_X * model.latency_ms, bytes_ms_X], -1) / ms_X[:, None]
-
-
-def _like(links: Links, operation: str) -> CollectiveModel:
-    """Return the model that a fit scales: the operation's own, else that of outputs on the same links; its latency is
-    at least :data:`LATENCY_MS`."""
-    model = links.get(operation) or links["all_to_all"]
-    return replace(model, latency_ms=max(model.latency_ms, LATENCY_MS))
