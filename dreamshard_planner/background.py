@@ -108,15 +108,13 @@ def _newest(folder: Path, run_id: str) -> Observation:
     for part in folder.glob(".*.part"):  # of a process that was killed
         if time.time() - part.stat().st_mtime > DAY_SECONDS:
             part.unlink(missing_ok=True)
-    runs = {run_id: Observation.load_all([folder / f"{run_id}.json"])}
+    found = Observation.load_all([folder / f"{run_id}.json"])
     for name in newest[1:RUNS]:
         try:
-            runs[name] = Observation.load_all([folder / f"{name}.json"])
-            Observation.merge(runs)
+            found = Observation.merge({run_id: found, name: Observation.load_all([folder / f"{name}.json"])})
         except ObservationError as error:
-            runs.pop(name, None)
             logger.warning("run %s is left out: %s", name, error)
-    return Observation.merge(runs)
+    return found
 
 
 def _learned(observation: Observation, ranks: int) -> Checkpoint:
@@ -153,7 +151,7 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
             steps_ms.setdefault(key, one.step_ms)
             plans.setdefault(key, one.plan)
     fastest = plans[min(steps_ms, key=steps_ms.__getitem__)]
-    remembered.remember(run.statistics or None, steps_ms, fastest, None)
+    remembered.remember(run.statistics or None, steps_ms, fastest)
     if not run.statistics:
         return {}
     better, before_ms, after_ms = _planned_again(run, plan, checkpoint)
@@ -161,7 +159,7 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
     worth_it = after_ms <= (1 - least_gain(checkpoint)) * before_ms and then_ms <= (1 - LEAST_GAIN) * now_ms
     if not worth_it or sharding_key(better.sharding) in steps_ms:
         return {}
-    remembered.remember(None, steps_ms, fastest, better)
+    better.save(remembered.better_file)
     return {
         "better": f"a plan {100 * (1 - then_ms / now_ms):.0f} % faster is known (predicted {now_ms:.1f} -> "
         f"{then_ms:.1f} ms a step, embedding {100 * (1 - after_ms / before_ms):.0f} %); saved as "

@@ -307,7 +307,7 @@ class DefaultObservation:
                 WARM_UP_STEPS + steps,
                 VARIABLE,
             )
-        self._observer: Observer | None = None
+        self._observer: Observer | None = None  # until the warm-up is over
         self._hook = model.register_forward_pre_hook(guarded(self._before_step, self._fail))
         # The model may be dropped, or Python may end, before all steps are observed.
         self._finalizer = weakref.finalize(model, guarded(self._keep, _failed))
@@ -330,20 +330,19 @@ class DefaultObservation:
         self.end()
         _failed(error)
 
-    def end(self) -> Observer | None:
-        """Remove all hooks, and return the observer, if the warm-up is over."""
-        observer, self._observer = self._observer, None
+    def end(self) -> None:
+        """Remove all hooks; nothing is recorded any more."""
         self._hook.remove()
         self._finalizer.detach()
-        if observer is not None:
-            observer.close()
+        if self._observer is not None:
+            self._observer.close()
         if self in DEFAULTS:
             DEFAULTS.remove(self)
-        return observer
 
     def _keep(self) -> None:
         """End, and write the record of the steps in a thread, if there are enough."""
-        observer = self.end()
+        self.end()
+        observer = self._observer
         if observer is None or observer.steps < min(self._steps, LEAST_STEPS):
             return
         write = guarded(partial(_write, observer), partial(_failed, rank=observer.rank))

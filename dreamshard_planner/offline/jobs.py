@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,7 +39,7 @@ from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import read_json
 from dreamshard_planner.support.formatting import brief, checked, nearest
 from dreamshard_planner.torchrec_components.compat import optimizer_name
-from dreamshard_planner.workload.lookups import FeatureStatistics
+from dreamshard_planner.workload.lookups import MAX_BATCH_SIZE, FeatureStatistics
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, costed_optimizer
@@ -248,7 +249,7 @@ class OfflineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All inputs of a plan; ``dataclasses.replace`` makes another. TaskError for a batch without samples."""
+    """All inputs of a plan; ``dataclasses.replace`` makes another. TaskError for an impossible batch or reservation."""
 
     model: OfflineModel
     machine: Machine
@@ -260,7 +261,9 @@ class Job:
     """More arguments of :class:`~dreamshard_planner.planner.DreamShardPlanner`."""
 
     def __post_init__(self) -> None:
-        checked("batch_size", self.batch_size, error=TaskError)
+        checked("batch_size", self.batch_size, most=MAX_BATCH_SIZE, error=TaskError)
+        if self.reserve is not None:
+            checked("reserve", self.reserve, 0, 1, Real, TaskError)
 
     def planner(self) -> DreamShardPlanner:
         """Make a planner for the job."""

@@ -121,11 +121,11 @@ def _point(axis: str, value: Any, present: Job, plan: SavedPlan) -> Point:
             if kept.fullest <= 1 and kept.total_ms < point.total_ms:
                 return kept
         return point
-    except (PlannerError, DreamShardError) as error:
+    except (PlannerError, DreamShardError, ValueError) as error:
         return Point.of(axis, value, job, " ".join(str(error).split()))
 
 
 def _with_gpu(machine: Machine, gpu: str) -> Machine:
     """Return as many of another model, with its own memory and links; a given network between hosts stays."""
     alike = replace(machine, memory_bytes=None, memory_bytes_per_s=None, host_bytes_per_s=None, intra_bytes_per_s=None)
-    return replace(alike, gpu=gpu.lower())
+    return replace(alike, gpu=str(gpu).lower())

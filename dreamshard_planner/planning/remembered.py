@@ -148,27 +148,20 @@ class Remembered:
         return Replacement(options, Note("search", text), ReportEntry.of("searched", searched.costs))
 
     def remember(
-        self,
-        statistics: TableStatistics | None,
-        observed: Mapping[str, float],
-        fastest: SavedPlan | None,
-        better: SavedPlan | None,
+        self, statistics: TableStatistics | None, observed: Mapping[str, float], fastest: SavedPlan | None = None
     ) -> None:
-        """Write everything known after a training; None for a plan removes its file, None for statistics keeps them.
+        """Write everything known after a training, and forget :meth:`better`; None keeps statistics or fastest plan.
 
         Raises:
             OSError, PlanError: a file cannot be written.
         """
-        own = self._own
-        own.mkdir(parents=True, exist_ok=True)
+        self._own.mkdir(parents=True, exist_ok=True)
+        self.better_file.unlink(missing_ok=True)
         if statistics is not None:
             statistics.to_json(self.folder / "statistics.json")
-        write_whole(own / "observed.json", json.dumps(dict(observed)))
-        for name, plan in (("fastest.json", fastest), ("better.json", better)):
-            if plan is None:
-                (own / name).unlink(missing_ok=True)
-            else:
-                plan.save(own / name)
+        write_whole(self._own / "observed.json", json.dumps(dict(observed)))
+        if fastest is not None:
+            fastest.save(self._own / "fastest.json")
 
     @property
     def better_file(self) -> Path:

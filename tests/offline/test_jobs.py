@@ -179,11 +179,14 @@ def test_sweeps_cost_what_the_plans_themselves_cost() -> None:
 
 def test_a_value_that_cannot_be_is_a_point_that_says_so() -> None:
     wrong = {"ranks": (0, "got 0"), "hosts": (-1, "got -1"), "batch_size": (0, "batch_size"), "gpu": ("h20", "h20")}
-    wrong["intra_bytes_per_s"] = (0.0, "intra_bytes_per_s")
+    wrong |= {"intra_bytes_per_s": (0.0, "intra_bytes_per_s"), "hot_rows_bytes": (-1, "got -1")}
     sweeps = what_if(job(), {axis: [value] for axis, (value, _) in wrong.items()}).sweeps
     for axis, (value, named) in wrong.items():
         (point,) = sweeps[axis]
         assert not point.fits and named in point.reason and point.value == value
+    for impossible in ({"reserve": 1.5}, {"batch_size": 2**50}):
+        with pytest.raises(TaskError, match=f"{next(iter(impossible))} must be"):
+            replace(job(), **impossible)
     with pytest.raises(TaskError, match="nothing called 'colour' varies; ranks"):
         what_if(job(), {"colour": [1]})
 

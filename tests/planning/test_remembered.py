@@ -79,7 +79,7 @@ def on_one_rank(plan: SavedPlan) -> SavedPlan:
 
 def test_statistics_and_batch_size_serve_a_start_without_any() -> None:
     plain = first().inputs
-    remembered().remember(STATISTICS, {}, None, None)
+    remembered().remember(STATISTICS, {})
     after = started()
     assert after.saved_plan().inputs.batch_size == BATCH != plain.batch_size
     assert after.lookups_per_sample()["t0_f0"] == 30.0
@@ -93,7 +93,8 @@ def test_statistics_and_batch_size_serve_a_start_without_any() -> None:
 
 def test_damaged_files_are_left_out() -> None:
     plan, known = first(), remembered()
-    known.remember(STATISTICS, {sharding_key(plan.sharding): 1.0}, plan, plan)
+    known.remember(STATISTICS, {sharding_key(plan.sharding): 1.0}, plan)
+    plan.save(known.better_file)
     assert known.better() is not None
     for damage in ("{}", '{"schema": 0}', "[1]", "no JSON"):
         for file in known.folder.rglob("*.json"):
@@ -107,7 +108,7 @@ def test_a_plan_that_was_observed_to_be_slower_is_replaced(slow_ms: float, repla
     planned = first()
     faster = on_one_rank(planned)
     steps_ms = {sharding_key(planned.sharding): slow_ms, sharding_key(faster.sharding): 100.0}
-    remembered().remember(None, steps_ms, faster, None)
+    remembered().remember(None, steps_ms, faster)
     after = started()
     assert after.saved_plan().sharding == (faster if replaced else planned).sharding
     assert ("observed to be slower: 110.0 ms a step, and 100.0 before" in str(after.report())) == replaced
@@ -117,7 +118,7 @@ def test_a_plan_that_was_observed_to_be_slower_is_replaced(slow_ms: float, repla
 def test_an_observed_plan_stays_unless_another_is_predicted_to_gain(all_on_one: bool, kept: bool) -> None:
     planned = first()
     trained = on_one_rank(planned) if all_on_one else placed(planned, lambda rank: 1 - rank)  # which costs the same
-    remembered().remember(None, {sharding_key(trained.sharding): 100.0}, trained, None)
+    remembered().remember(None, {sharding_key(trained.sharding): 100.0}, trained)
     after = started()
     assert after.saved_plan().sharding == (trained if kept else planned).sharding
     assert ("is predicted to gain 0.0 %, less than the 3 % by which costs may be off" in str(after.report())) == kept
@@ -179,7 +180,7 @@ def test_statistics_with_which_tables_do_not_fit_are_left_out(tmp_path: Path) ->
 
     small = topology(1, memory=2**28)
     known = Remembered.of_module(model(), SHARDERS, small)
-    known.remember(statistics(factor=30.0, batch_size=100_000), {}, None, None)
+    known.remember(statistics(factor=30.0, batch_size=100_000), {})
     planner = Own(topology=small, effort="quick", stats=[], debug=False)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
