@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 MOST_STEPS = 256  # kept
 NEEDED = ("step", "forward", "backward")  # of every training step: other calls of the model lack them
-TOGETHER = (" span", " kernels")
-"""Ends of the names of intervals that may overlap: exchanges on their way, and kernels meanwhile. Their union counts,
-by name and, as ``outputs span together``, over all names with the same start and end."""
 
 Mark = Any
 """A moment: a CUDA event, or on a CPU nanoseconds of the host's clock and of this thread's."""
@@ -92,7 +89,7 @@ class Step:
     backward_runs: bool = False
 
     def add(self, name: str, start: Mark, end: Mark, computed: bool = False) -> None:
-        """Add an interval, see :meth:`DeviceClock.elapsed_ms`; equal names add up, except :data:`TOGETHER`."""
+        """Add an interval, see :meth:`DeviceClock.elapsed_ms`; of equal names, the union counts."""
         self.intervals.append((name, start, end, computed))
 
 
@@ -127,18 +124,11 @@ class StepRecorder:
         self._runs, self.current = True, None if self.steps % self._stride else Step(self.steps, now)
 
     def _keep(self, step: Step) -> None:
-        amounts = step.amounts
-        together: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for name, start, end, computed in step.intervals:
-            if name.endswith(TOGETHER):
-                begun_ms, ended_ms = (self.clock.elapsed_ms(step.start, mark, False) for mark in (start, end))
-                for union in (name, f"{name.partition(' ')[0]} {name.rpartition(' ')[2]} together"):
-                    together[union].append((begun_ms, ended_ms))
-            else:
-                amounts[name] += self.clock.elapsed_ms(start, end, computed)
-        amounts |= {name: covered_ms(intervals) for name, intervals in together.items()}
-        if all(name in amounts for name in NEEDED):
-            self._kept[step.index] = amounts
+        intervals: dict[str, list[list[float]]] = defaultdict(list)
+        for name, *marks, computed in step.intervals:
+            intervals[name].append([self.clock.elapsed_ms(step.start, mark, computed) for mark in marks])
+        if all(name in intervals for name in NEEDED) and step.index % self._stride == 0:
+            self._kept[step.index] = step.amounts | {name: covered_ms(some) for name, some in intervals.items()}
         if len(self._kept) > MOST_STEPS:
             self._stride *= 2
             self._kept = {index: kept for index, kept in self._kept.items() if index % self._stride == 0}
@@ -155,7 +145,7 @@ class StepRecorder:
         return tuple(self._kept), columns
 
 
-def covered_ms(intervals: Iterable[tuple[float, float]]) -> float:
+def covered_ms(intervals: Iterable[list[float]]) -> float:
     """Return the length of the union of intervals."""
     covered, until = 0.0, -math.inf
     for begun, ended in sorted(intervals):
@@ -360,12 +350,13 @@ class Hooks:
 
         def ended(waits: Mark = None) -> None:
             now = self._clock.mark()
+            spans = [("span", start, now)]
             if waits is not None:
-                for kind, begun, done, _ in step.intervals[known:]:
-                    if kind == "kernels":
-                        step.add(f"{name} kernels", begun, done)
+                spans += [(kind, *marks) for kind, *marks, _ in step.intervals[known:] if kind == "kernels"]
                 step.add(f"{name} waited", waits, now)
-            step.add(f"{name} span", start, now)
+            for kind, begun, done in spans:
+                step.add(f"{name} {kind}", begun, done)
+                step.add(f"{carried} {kind} together", begun, done)
 
         return self._safe(ended)
 

@@ -131,7 +131,7 @@ def _reserve(saved: SavedPlan) -> float | None:
     sizes = saved.inputs.topology.memory_bytes[own]
     if not limits:
         return None
-    return 1 - min(left / size for left, size in zip(limits[0], sizes, strict=True))
+    return 1 - min((left / size for left, size in zip(limits[0], sizes, strict=True) if size), default=1.0)
 
 
 def _settings(saved: SavedPlan) -> dict[str, Any]:

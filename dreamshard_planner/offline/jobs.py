@@ -191,9 +191,7 @@ class OfflineModel:
         of_kinds = {kind: list(group) for kind, group in groupby(sorted(specs, key=_kind), key=_kind)}
         constraints = {
             spec.name: ParameterConstraints(
-                sharding_types=None if spec.sharding_types is None else list(spec.sharding_types),
-                compute_kernels=None if spec.compute_kernels is None else list(spec.compute_kernels),
-                min_partition=spec.min_partition,
+                list(spec.sharding_types or ()) or None, list(spec.compute_kernels or ()) or None, spec.min_partition
             )
             for spec in specs
             if any((spec.sharding_types, spec.compute_kernels, spec.min_partition))
@@ -380,25 +378,22 @@ def _kind(spec: TableSpec) -> str:
 
 def _collection(specs: Sequence[TableSpec]) -> nn.Module:
     """Make the collection of tables of one kind."""
-    configs = [
-        {
-            "name": spec.name,
-            "num_embeddings": spec.num_embeddings,
-            "embedding_dim": spec.embedding_dim,
-            "feature_names": list(spec.features),
-            "data_type": DataType[spec.data_type.upper()],
-        }
+    pooled, meta = specs[0].pooling != "none", torch.device("meta")
+    configs: list[Any] = [
+        (EmbeddingBagConfig if pooled else EmbeddingConfig)(
+            name=spec.name,
+            num_embeddings=spec.num_embeddings,
+            embedding_dim=spec.embedding_dim,
+            feature_names=list(spec.features),
+            data_type=DataType[spec.data_type.upper()],
+            **({"pooling": PoolingType[spec.pooling.upper()]} if pooled else {}),
+        )
         for spec in specs
     ]
-    meta = torch.device("meta")
-    if specs[0].pooling == "none":
-        made = EmbeddingCollection(tables=[EmbeddingConfig(**config) for config in configs], device=meta)
-        tables = made.embeddings
-    else:
-        poolings = [PoolingType[spec.pooling.upper()] for spec in specs]
-        bags = [EmbeddingBagConfig(**config, pooling=kind) for config, kind in zip(configs, poolings, strict=True)]
-        made = EmbeddingBagCollection(tables=bags, device=meta, is_weighted=specs[0].weighted)
-        tables = made.embedding_bags
+    made: Any = (
+        EmbeddingBagCollection(configs, specs[0].weighted, meta) if pooled else EmbeddingCollection(configs, meta)
+    )
+    tables = made.embedding_bags if pooled else made.embeddings
     for spec in specs:
         rule, arguments = _optimizer(spec.optimizer)
         apply_optimizer_in_backward(rule, tables[spec.name].parameters(), {"lr": 0.01, **arguments})
