@@ -226,6 +226,8 @@ class Machine:
             alike = " or ".join(repr(name) for name in GPUS if name.startswith(self.gpu))
             hint = f" (did you mean {alike}?)" if alike else nearest(self.gpu, GPUS)
             raise TaskError(f"unknown GPU {self.gpu!r}{hint}: known are {', '.join(GPUS)}")
+        if self.device not in ("cuda", "cpu", "mtia"):
+            raise TaskError(f"device must be 'cuda' or 'cpu', got {self.device!r}")
         if self.gpu is not None and self.device != "cuda":
             raise TaskError(f"a machine of {self.gpu} GPUs has device 'cuda', not {self.device!r}")
         for name in ("ranks_per_host", "hosts"):

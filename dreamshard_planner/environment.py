@@ -79,25 +79,23 @@ def installed(*packages: str) -> str | None:
 
 
 def how_to_install(library: Library) -> str:
-    """Return the commands for an environment that lacks a library, and may have the others."""
+    """Return the commands that install a release that fits the others, after the reason against the installed one."""
+    reason, torch = library.releases() and untried(library), TORCH.release()
     if library is TORCH:
-        return f"pip install 'torch{TORCH.bounds()}'"
-    if library is TORCHREC:
+        commands = f"pip install 'torch{TORCH.bounds()}'"
+    elif library is TORCHREC:
         also = "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
-        return f"pip install --no-deps 'torchrec{TORCHREC.bounds()}' && {also}"
-    torch = TORCH.release()
-    fitting = torch if torch and torch in FBGEMM_OF_TORCH else TORCH.accepted[1]
-    also = "" if fitting == torch else f"torch=={_text(fitting)}.* "
-    pin = f"=={_text(FBGEMM_OF_TORCH[fitting])}.0"
-    return f"pip install {also}fbgemm-gpu{pin}, or without a GPU pip install {also}fbgemm-gpu-cpu{pin}"
-
-
-def mended(library: Library) -> str:
-    """Say which release fits if the installed one does not load, and how to install it."""
-    reason = library.releases() and untried(library)
-    if library is FBGEMM and library.releases() and TORCH.release() not in FBGEMM_OF_TORCH:
-        reason = f"no accepted release fits torch {installed(*TORCH.packages)}"
-    return f"{reason}: {how_to_install(library)}" if reason else how_to_install(library)
+        commands = f"pip install --no-deps 'torchrec{TORCHREC.bounds()}' && {also}"
+    else:
+        fitting, also = torch or TORCH.accepted[1], ""
+        if fitting not in FBGEMM_OF_TORCH:
+            fitting = TORCH.accepted[1]
+            reason = library.releases() and f"no accepted release fits torch {installed(*TORCH.packages)}"
+        if fitting != torch:
+            also = f"torch=={_text(fitting)}.* "
+        pin = f"=={_text(FBGEMM_OF_TORCH[fitting])}.0"
+        commands = f"pip install {also}fbgemm-gpu{pin}, or without a GPU pip install {also}fbgemm-gpu-cpu{pin}"
+    return f"{reason}: {commands}" if reason else commands
 
 
 def untried(library: Library) -> str:
@@ -134,7 +132,7 @@ def explained(error: Exception) -> MissingLibraryError | None:
         return None
     text = f"dreamshard_planner needs {library.name}, which is not installed: {how_to_install(library)}"
     if error.name != module and library.releases():
-        text = f"{library.described()} has no {error.name}; {mended(library)}"
+        text = f"{library.described()} has no {error.name}; {how_to_install(library)}"
     return MissingLibraryError(text, name=error.name)
 
 

@@ -40,6 +40,7 @@ def test_every_gpu_has_figures_of_its_own_and_a_source() -> None:
         ({"gpu": "a100"}, "did you mean 'a100-40' or 'a100-80'"),
         ({"gpu": "l4", "hosts": 2}, "no network is published for l4"),
         ({"gpu": "l4", "device": "cpu"}, "has device 'cuda'"),
+        ({"device": "gpu"}, "device must be 'cuda' or 'cpu', got 'gpu'"),
         ({"hosts": 0}, "hosts must be a whole number from 1"),
         ({"memory_bytes": -1}, "memory_bytes must be a number from 1"),
     ],

@@ -14,8 +14,8 @@ from dreamshard_planner.environment import (
     LIBRARIES,
     TORCHREC,
     Library,
+    how_to_install,
     installed,
-    mended,
     of_child,
     torch_library,
     untried,
@@ -54,7 +54,8 @@ def _library(library: Library) -> Finding:
         import_module("torchrec.distributed.planner" if library is TORCHREC else library.module)
     except Exception as error:  # whatever a half installed library does
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return Finding(library.name, f"{found or 'none'}: {why}", "broken" if found else "missing", mended(library))
+        verdict = "broken" if found else "missing"
+        return Finding(library.name, f"{found or 'none'}: {why}", verdict, how_to_install(library))
     if len(releases) > 1:
         share = f"these share the module {library.module}, and the one installed last is used: uninstall the other"
         return Finding(library.name, found, "note", share)

@@ -111,7 +111,7 @@ class MeasuredOn:
     device: str = ""
     name: str = ""
     threads: Several = 1
-    cores: Several = 1
+    cores: Several | None = None
     torch: str = ""
     fbgemm: str = ""
     instruction_set: str = ""

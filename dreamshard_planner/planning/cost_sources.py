@@ -46,7 +46,8 @@ class CheckpointCosts:
 
     def compute(self) -> ComputeCost:
         """Return the cost of fused groups."""
-        return self.ranks.checkpoint.compute_cost(self.ranks.topology)
+        checkpoint, topology = self.ranks.checkpoint, self.ranks.topology
+        return checkpoint.compute_cost(topology) if self.uses_network else RooflineCost.of_topology(topology)
 
     def links(self) -> Links:
         """Return the cost of exchanges. All ranks of all groups reduce the gradients of data-parallel tables."""
@@ -94,11 +95,12 @@ class CheckpointCosts:
         """Return the cores that the CPU ranks of a host share, if fewer than all can compute at once: as the topology
         was read, or as the training was observed that costs were learned from."""
         topology, known = self.ranks.topology, self.ranks.checkpoint.known
+        cores = known.hardware.cores if known.learned.runs else None
         if self.takes_estimates or topology.compute_device != "cpu":
             return None
         at_once = cores_of(topology)
-        if at_once is None and known.learned.runs:
-            at_once = known.hardware.cores / known.hardware.threads
+        if at_once is None and cores is not None:
+            at_once = cores / known.hardware.threads
         # The ranks of all sharding groups compute at the same time.
         every, on_host = (
             min(one.local_world_size, one.world_size) for one in (self.ranks.all_ranks or topology, topology)
@@ -152,10 +154,6 @@ class BandwidthCosts(CheckpointCosts):
     """Costs by bandwidths, even if there is a network."""
 
     uses_network = False
-
-    def compute(self) -> ComputeCost:
-        """Return rooflines of the topology."""
-        return RooflineCost.of_topology(self.ranks.topology)
 
 
 class TorchRecCosts(CheckpointCosts):
