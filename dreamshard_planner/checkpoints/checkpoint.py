@@ -177,7 +177,7 @@ class Checkpoint:
                 policy = _network_of(path, "policy", Policy, PolicyConfig, description.get("policy"), file)
                 cost = None
                 if description.get("cost") is not None:
-                    prior = RooflineCost.of_gpu("h100") if "cost.prior" in file.keys() else None  # its figures are read
+                    prior = RooflineCost.of_card("any") if "cost.prior" in file.keys() else None  # its figures are read
                     make = partial(CostNetwork, prior=prior)
                     cost = _network_of(path, "cost", make, CostNetworkConfig, description["cost"], file)
         except (SafetensorError, OSError) as error:

@@ -175,15 +175,9 @@ class CollectiveModel:
             if not bandwidth > 0:
                 raise ValueError(f"collective bandwidth must be positive, got {bandwidth} bytes/ms")
 
-    @property
-    def rates(self) -> tuple[float, float, float, float]:
-        """Peers of a rank, milliseconds of latency, and both bandwidths."""
-        return self.world_size - 1, self.latency_ms, self.bytes_per_ms, self.shared_bytes_per_ms
-
-    @property
-    def alone_ms_per_byte(self) -> float:
-        """Milliseconds that one byte to each peer costs if a single rank sends, latency left out."""
-        return (self.world_size - 1) * (1 / self.bytes_per_ms + 1 / self.shared_bytes_per_ms)
+    def ms_per_byte(self, senders: int = 1) -> float:
+        """Return the milliseconds that one byte to each peer costs a rank, latency left out, if so many ranks send."""
+        return (self.world_size - 1) * (1 / self.bytes_per_ms + senders / self.shared_bytes_per_ms)
 
     def all_to_all_ms(self, output_bytes_XD: Tensor) -> Tensor:
         """Milliseconds [...] of the output all-to-all of table-wise shards; that of their gradients moves the same
@@ -191,27 +185,8 @@ class CollectiveModel:
 
         ``output_bytes_XD`` [..., D] is what each rank sends to each single peer.
         """
-        largest_X, smallest_X = output_bytes_XD.amax(-1), output_bytes_XD.amin(-1)
-        return _exchange_ms(largest_X, smallest_X, output_bytes_XD.sum(-1), *self.rates)
-
-
-def _exchange_ms(
-    largest_X: Tensor,
-    smallest_X: Tensor,
-    total_X: Tensor,
-    peers_X: Tensor | float,
-    latency_ms_X: Tensor | float,
-    bytes_per_ms_X: Tensor | float,
-    shared_bytes_per_ms_X: Tensor | float,
-) -> Tensor:
-    """The alpha-beta model: milliseconds [...] of exchanges, in each of which a rank has so many peers, from the
-    largest and smallest bytes that a rank sends to each, and the sum over ranks; nothing where nothing is sent.
-
-    An exchange lasts as long as its slowest rank, which sends to, and receives from, every other rank, and longer the
-    more all ranks move."""
-    slowest_X = torch.maximum(largest_X * peers_X, total_X - smallest_X)
-    time_X = latency_ms_X + slowest_X / bytes_per_ms_X + total_X * peers_X / shared_bytes_per_ms_X
-    return time_X.masked_fill_((slowest_X <= 0) | (peers_X <= 0), 0.0)
+        exchange = Exchanges([Collective("", "world", self, None)], [0])
+        return exchange.ms(output_bytes_XD[..., None, :], output_bytes_XD.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -256,9 +231,14 @@ class Exchanges:
         ]
         self.column_K = torch.tensor([column for column, *_ in rows], dtype=torch.int64)
         self._over = collectives[rows[0][0]].over if rows else "world"
-        self._rates_4K = torch.tensor([model.rates for _, model, _ in rows], dtype=torch.float64).view(-1, 4).T
+        rates = [
+            (model.world_size - 1, model.latency_ms, model.bytes_per_ms, model.shared_bytes_per_ms)
+            for _, model, _ in rows
+        ]
+        self._rates_4K = torch.tensor(rates, dtype=torch.float64).view(-1, 4).T
+        """Peers of a rank, milliseconds of latency, and both bandwidths."""
         self._runs_K = torch.tensor([runs for *_, runs in rows], dtype=torch.float64)
-        each_ms = [model.alone_ms_per_byte * runs for _, model, runs in rows]
+        each_ms = [model.ms_per_byte() * runs for _, model, runs in rows]
         self.sent_ms_per_byte_K = torch.tensor(each_ms, dtype=torch.float64)
         """Milliseconds that one byte to each peer takes a rank, in all passes of a row."""
 
@@ -278,8 +258,16 @@ class Exchanges:
         return torch.tensordot(self._runs_K, each_KX, 1)
 
     def _each_ms(self, largest_KX: Tensor, smallest_KX: Tensor, total_KX: Tensor) -> Tensor:
-        rates = [rate_K.view(-1, *[1] * (largest_KX.dim() - 1)) for rate_K in self._rates_4K]
-        return _exchange_ms(largest_KX, smallest_KX, total_KX, *rates)
+        """The alpha-beta model: milliseconds of each exchange, nothing if nothing is sent.
+
+        An exchange lasts as long as its slowest rank, which sends to, and receives from, every other rank, and longer
+        the more all ranks move."""
+        peers, latency_ms, bytes_per_ms, shared_bytes_per_ms = (
+            rate_K.view(-1, *[1] * (largest_KX.dim() - 1)) for rate_K in self._rates_4K
+        )
+        slowest_KX = torch.maximum(largest_KX * peers, total_KX - smallest_KX)
+        time_KX = latency_ms + slowest_KX / bytes_per_ms + total_KX * peers / shared_bytes_per_ms
+        return time_KX.masked_fill_((slowest_KX <= 0) | (peers <= 0), 0.0)
 
 
 class Collectives:
@@ -305,24 +293,16 @@ class Collectives:
         alike, [C]. Latencies are left out."""
         hosts = num_ranks // self._ranks_per_host
         together = {"world": num_ranks, "host": self._ranks_per_host, "across": hosts}
-        each = [
-            sum(
-                (model.world_size - 1)
-                * (1 / model.bytes_per_ms + together[collective.over] / model.shared_bytes_per_ms)
-                for model in collective.passes
-            )
-            for collective in self.collectives
-        ]
+        each = [sum(model.ms_per_byte(together[one.over]) for model in one.passes) for one in self.collectives]
         return torch.tensor(each, dtype=torch.float64)
 
-    def alone_ms_per_byte(self) -> tuple[Tensor, Tensor]:
-        """Return :attr:`CollectiveModel.alone_ms_per_byte` of the forward and of the backward, both [C]."""
+    def alone_ms_per_byte(self) -> Tensor:
+        """Return :meth:`CollectiveModel.ms_per_byte` of a rank that sends alone, forward and backward, [2, C]."""
         each = [
-            [0.0 if model is None else model.alone_ms_per_byte for model in (one.forward, one.backward)]
+            [0.0 if model is None else model.ms_per_byte() for model in (one.forward, one.backward)]
             for one in self.collectives
         ]
-        forward_C, backward_C = torch.tensor(each, dtype=torch.float64).unbind(-1)
-        return forward_C, backward_C
+        return torch.tensor(each, dtype=torch.float64).view(-1, 2).T
 
     def ms(self, bytes_XCD: Tensor) -> Tensor:
         """Return the milliseconds [X] of all of them, forward and backward together, from the bytes that each rank

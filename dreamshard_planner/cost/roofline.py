@@ -247,14 +247,8 @@ class RooflineCost(ComputeCost):
     def of_card(cls, name: str) -> RooflineCost:
         """Make the cost of a card by its own name, such as ``NVIDIA H100 80GB HBM3``; unlisted cards count as an
         H100."""
-        return cls.of_gpu(gpu_of(name) or "h100")
-
-    @classmethod
-    def of_gpu(cls, name: str) -> RooflineCost:
-        """Make the cost of one of :data:`~dreamshard_planner.devices.GPUS`."""
-        gpu = GPUS[name]
-        bandwidths = gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3
-        return cls.of_bandwidths("cuda", *bandwidths, gpu.cards[0])
+        gpu = GPUS[gpu_of(name) or "h100"]
+        return cls.of_bandwidths("cuda", gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3, gpu.cards[0])
 
     @property
     def channels(self) -> int:

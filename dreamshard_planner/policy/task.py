@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from dreamshard_planner.cost.problem import Cost, counted_up
 from dreamshard_planner.search.starts import OptionTotals
@@ -117,7 +116,7 @@ class ShardingTask:
         self.cost, self.problem, self._asked = cost, problem, asked
         self.level_ms = max(1e-9, asked.least_ms / problem.num_ranks)
         collectives = problem.collectives.collectives
-        per_byte_C = torch.stack(problem.collectives.alone_ms_per_byte()).sum(0).numpy() / self.level_ms
+        per_byte_C = problem.collectives.alone_ms_per_byte().sum(0).numpy() / self.level_ms
         start_up = [sum(model.latency_ms for model in each.passes if model.world_size > 1) for each in collectives]
         self.start_up_C = np.array([*start_up, 0.0]) / self.level_ms
         """Height that each collective takes to start; 0 for padding."""

@@ -116,7 +116,7 @@ class State:
     @cached_property
     def sent_ms_per_byte_C1(self) -> Tensor:
         """Milliseconds that one byte to each peer takes in each collective, latencies left out."""
-        return torch.stack(self.problem.collectives.alone_ms_per_byte()).sum(0)[:, None]
+        return self.problem.collectives.alone_ms_per_byte().sum(0)[:, None]
 
     def overall_ms(self) -> Tensor:
         """Cost of each plan, [B]."""
