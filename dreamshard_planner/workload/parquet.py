@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dreamshard_planner.errors import StatisticsError
-from dreamshard_planner.support.formatting import progress_bar
+from dreamshard_planner.support.formatting import checked, progress_bar
 from dreamshard_planner.support.reproducible import neutral
 from dreamshard_planner.workload.counting import FeatureCounts
 from dreamshard_planner.workload.lookups import FeatureStatistics
@@ -35,8 +35,8 @@ def count_parquet(
     progress: bool = False,
 ) -> dict[str, FeatureStatistics]:
     """Count files, see :meth:`~dreamshard_planner.workload.statistics.TableStatistics.from_parquet`."""
-    if batch_size < 1 or (max_batches is not None and max_batches < 1):
-        raise StatisticsError(f"batch_size and max_batches must be at least 1, got {batch_size} and {max_batches}")
+    for name, count in (("batch_size", batch_size), ("max_batches", 1 if max_batches is None else max_batches)):
+        checked(name, count, error=StatisticsError)
     files = [_opened(path) for path in _files(paths)]
     names = _columns(*files[0], features)
     for path, file in files:

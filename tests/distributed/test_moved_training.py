@@ -4,7 +4,9 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,59 @@ import small_models
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from mixed import TableSpec, parts_of
-from moves import OPTIMIZERS, Job, Moving, Result, Sharding, check, load_and_train, train_and_save
+from mixed import Case, MixedModel, TableSpec, batches, fill, parts_of, sharders, whole_weights
 from ranks import Rank, run_on_ranks
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.distributed.tensor import DTensor
+from torchrec.distributed import comm
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm.job import EveryTypeSharder
-from dreamshard_planner import CheckpointError, load_across_plans
+from dreamshard_planner import CheckpointError, attach_optimizers, load_across_plans, save_across_plans
 from tests.faults import ended, start
 from tests.ways import saved_state
 
-DIM = 16
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "row_wise_adagrad": RowWiseAdagrad,
+}
+LEARNING_RATES = {"sgd": 0.5, "adagrad": 0.005, "row_wise_adagrad": 0.005, "top": 0.05}
+"""So small that no sample's probability gets near 0 or 1, where float32 has few digits of its gradient."""
+EPS, DIM = 1e-8, 16
+SAMPLES = 12
+"""Samples of a global batch, equally many on each of 2, 3 and 4 ranks."""
+BEFORE, AFTER = 2, 2
+"""Steps before a move, and after it."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A table's sharding: TorchRec's name of it; ranks of a whole table or its slices, or hosts; widths of slices."""
+
+    kind: str
+    ranks: tuple[int, ...] = (0,)
+    widths: tuple[int, ...] = (DIM,)
+
+    def shards(self, rows: int, world_size: int, local: int) -> list[ShardMetadata]:
+        on_hosts, shards = self.kind in ("table_row_wise", "grid_shard"), []
+        blocks = world_size if self.kind == "row_wise" else local if on_hosts else 1
+        for at, first, width in zip(self.ranks, accumulate(self.widths, initial=0), self.widths, strict=False):
+            for block in range(blocks):
+                start, end = (min(rows, number * -(-rows // blocks)) for number in (block, block + 1))
+                rank = at * (local if on_hosts else 1) + block
+                shards.append(ShardMetadata([start, first], [end - start, width], f"rank:{rank}/cpu"))
+        return shards
+
+
 POOLED = (
     Sharding("table_wise", (0,)),
     Sharding("table_wise", (1,)),
@@ -42,6 +85,133 @@ TABLES = {
     "bags": {f"bag{number}": TableSpec(9 + 2 * number, DIM) for number in range(len(POOLED))},
     "sequence": {f"sequence{number}": TableSpec(11 + number, DIM) for number in range(len(SEQUENCE))},
 }
+CASE = Case(modules=TABLES, stock=False)
+
+
+@dataclass(frozen=True)
+class Moving:
+    plan: Mapping[str, Sharding]
+    optimizer: str
+    hosts: int = 1
+    groups: bool = False
+    attached: bool = False
+    """Replicas have the in-backward optimizer of their tables."""
+    dtensors: bool = False
+    """In state dicts, in place of ``ShardedTensor``."""
+
+    @property
+    def states_apart(self) -> dict[str, tuple[int, ...]]:
+        """Column slices of tables whose optimizer has a state for each: what training depends on, of a plan."""
+        apart = self.optimizer == "row_wise_adagrad"
+        return {name: sharding.widths for name, sharding in self.plan.items() if apart}
+
+
+def sharding_plan(moving: Moving, world_size: int) -> ShardingPlan:
+    plan = {module: EmbeddingModuleShardingPlan() for module in TABLES}
+    for module, name, spec in CASE.tables():
+        kind, ranks, given, kernel = moving.plan[name].kind, list(range(world_size)), None, "dense"
+        if kind != "data_parallel":
+            shards = moving.plan[name].shards(spec.rows, world_size, world_size // moving.hosts)
+            ranks, given, kernel = [one.placement.rank() for one in shards], EnumerableShardingSpec(shards), "fused"
+        plan[module][name] = ParameterSharding(kind, kernel, ranks, given)
+    return ShardingPlan(plan)
+
+
+class Job:
+    def __init__(self, moving: Moving, rank: Rank) -> None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(rank.world_size // moving.hosts)
+        comm._INTRA_PG = comm._CROSS_PG = None  # TorchRec keeps the groups of the first number of hosts
+        self.plan, self.rank = moving.plan, rank
+        optimizer = OPTIMIZERS[moving.optimizer]
+        settings = {"lr": LEARNING_RATES[moving.optimizer]} | ({} if moving.optimizer == "sgd" else {"eps": EPS})
+        model = MixedModel(CASE)
+        for module in TABLES:
+            apply_optimizer_in_backward(optimizer, getattr(model, module).parameters(), dict(settings))
+        self.model = DistributedModelParallel(
+            model,
+            env=ShardingEnv(rank.world_size, rank.rank, dist.group.WORLD, output_dtensor=moving.dtensors),
+            device=rank.device,
+            plan=sharding_plan(moving, rank.world_size),
+            sharders=sharders(CASE),
+        )
+        if moving.attached:
+            attach_optimizers(self.model)
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        replicated = {name: parameter for name, parameter in dense.items() if not name.startswith("top")}
+        parts: list[Any] = [self.model.fused_optimizer]
+        if replicated:
+            tables = KeyedOptimizerWrapper(replicated, lambda params: optimizer(params, **settings))
+            tables.init_state()
+            parts.append(("replicated", tables))
+        self.top = torch.optim.SGD([p for name, p in dense.items() if name.startswith("top")], lr=LEARNING_RATES["top"])
+        self.optimizer = CombinedOptimizer(parts)
+        self.optimizer.save_param_groups(moving.groups)
+        fill(self.model)
+        kinds = {type(weights) for weights in self.model.state_dict().values()}
+        assert (DTensor in kinds) == moving.dtensors
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def train(self, first: int, steps: int) -> list[float]:
+        count, losses = SAMPLES // self.rank.world_size, []
+        for step in range(first, first + steps):
+            self.optimizer.zero_grad()
+            self.top.zero_grad()
+            loss = self.model(*batches(CASE, step, count * self.rank.rank, count))
+            loss.backward()
+            self.optimizer.step()
+            self.top.step()
+            total = loss.detach() / self.rank.world_size
+            dist.all_reduce(total)
+            losses.append(total.item())
+        return losses
+
+    def save(self, folder: Path, plain: bool) -> None:
+        if plain:
+            dcp.save(self.state(), checkpoint_id=folder)
+        else:
+            save_across_plans(self.state(), folder)
+
+    def load(self, folder: Path) -> None:
+        state = self.state()
+        load_across_plans(state, folder)
+        if all(len(set(sharding.widths)) < 2 for sharding in self.plan.values()):  # TorchRec's fails with uneven slices
+            self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: list[float]
+    at_move: dict[str, Tensor]
+
+
+def train_and_save(rank: Rank, moving: Moving, folder: Path, plain: bool = True) -> Result:
+    job = Job(moving, rank)
+    losses = job.train(0, BEFORE)
+    job.save(folder, plain)
+    at_move = whole_weights(job.model, rank.world_size)
+    return Result(losses + job.train(BEFORE, AFTER), at_move)
+
+
+def load_and_train(rank: Rank, moving: Moving, folder: Path) -> Result:
+    job = Job(moving, rank)
+    job.load(folder)
+    at_move = whole_weights(job.model, rank.world_size)
+    return Result(job.train(BEFORE, AFTER), at_move)
+
+
+def check(moved: Result, after: Moving, unmoved: Result, before: Moving) -> None:
+    """A training that was moved goes on as the one that was not.
+
+    Row-wise states of other column slices are means: then only what the weights decide is the same.
+    """
+    for name, weight in unmoved.at_move.items():
+        assert torch.equal(moved.at_move[name], weight), name
+    expected = unmoved.losses[BEFORE:]
+    assert moved.losses[0] == pytest.approx(expected[0], rel=1e-5)
+    assert moved.losses == pytest.approx(expected, rel=1e-5 if after.states_apart == before.states_apart else 0.05)
 
 
 def turned(turn: int, optimizer: str, ranks: int = 2, **settings: Any) -> Moving:
@@ -51,7 +221,7 @@ def turned(turn: int, optimizer: str, ranks: int = 2, **settings: Any) -> Moving
     for name, sharding in plan.items():
         if sharding.kind in ("table_wise", "column_wise"):
             plan[name] = replace(sharding, ranks=tuple(rank * (ranks - 1) for rank in sharding.ranks))
-    return Moving(TABLES, plan, optimizer, hosts=3 if ranks == 3 else 2, ranks=ranks, **settings)
+    return Moving(plan, optimizer, hosts=3 if ranks == 3 else 2, **settings)
 
 
 ATTACHED, DTENSORS = {"attached": True}, {"dtensors": True}

@@ -4,7 +4,6 @@
 Shapes: R rows, N indices, B blocks.
 """
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -267,24 +266,6 @@ def test_blocks_have_what_fresh_batches_bring_them(exponent: float, shuffled: bo
         assert max(block.lookups for block in blocks) < 3 * whole.lookups / RANKS
     else:
         assert blocks[0].lookups > 4 * whole.lookups / RANKS
-
-
-@pytest.mark.parametrize(
-    ("ids", "reason"),
-    [
-        ({"lookups": [1.0], "distinct": [1.0]}, "lacks 'end'"),
-        ({"end": 2, "lookups": [1.0], "distinct": [0.5, 0.5]}, "ids up to 2 have 2 shares of lookups, got 1"),
-        ({"end": 2, "lookups": [0.5, 0.5], "distinct": [0.5, -0.5]}, "distinct by id must be 0 or more and sum to 1"),
-        ({"end": 0, "lookups": [], "distinct": []}, "ids must end between 1 and 2.53, got 0"),
-    ],
-)
-def test_damaged_histograms_name_their_feature(tmp_path: Path, ids: object, reason: str) -> None:
-    TableStatistics({"a": FeatureStatistics(1.0, None, 4)}).to_json(path := tmp_path / "statistics.json")
-    document = json.loads(path.read_text())
-    document["features"]["a"]["ids"] = ids
-    path.write_text(json.dumps(document))
-    with pytest.raises(StatisticsError, match=f"features.a.ids.*{reason}"):
-        TableStatistics.from_json(path)
 
 
 def model(rows: int, tables: int = 1) -> nn.Module:

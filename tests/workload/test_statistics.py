@@ -197,6 +197,8 @@ def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             TableStatistics.from_parquet(path, 5, features=features)
     with pytest.raises(StatisticsError, match="no .parquet file in"):
         TableStatistics.from_parquet([], 5)
+    with pytest.raises(StatisticsError, match=r"max_batches must be a whole number from 1, got 1\.5"):
+        TableStatistics.from_parquet(path, 5, max_batches=1.5)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StatisticsError, match="x.parquet: no parquet file that can be read"):
         TableStatistics.from_parquet(path, 5)
@@ -304,25 +306,29 @@ def test_files_keep_every_digit_and_how_many_batches_were_counted(tmp_path: Path
             TableStatistics.from_json(gone)
 
 
+KNOWN = {"pooling_factor": 1, "batch_size": 4}
+PARTS = {"end": 2, "lookups": [0.5, 0.5], "distinct": [0.5, 0.5]}
+
+
 @pytest.mark.parametrize(
-    "document, reason",
+    ("feature", "reason"),
     [
-        ({"schema": SCHEMA}, "lacks 'features'"),
-        ({"schema": SCHEMA, "features": {"a": 7}}, r"features\.a: .*got 7"),
-        ({"schema": SCHEMA, "features": {"a": {"batch_size": 1}}}, r"features\.a: lacks 'pooling_factor'"),
-        ({"schema": "dreamshard_planner.statistics/2", "features": {}}, SCHEMA),
-        (
-            {"schema": SCHEMA, "features": {"a": {"pooling_factor": 1, "batch_size": 0}}},
-            "batch size must be a whole number from 1 .*got 0",
-        ),
-        (
-            {"schema": SCHEMA, "features": {"a": {"pooling_factor": 1, "reuse_histogram": None, "batch_size": 1.5}}},
-            r"features\.a\.batch_size: .* got 1.5",
-        ),
+        (7, r"features\.a: .*got 7"),
+        ({"batch_size": 1}, r"features\.a: lacks 'pooling_factor'"),
+        (KNOWN | {"batch_size": 0}, "batch size must be a whole number from 1 .*got 0"),
+        (KNOWN | {"reuse_histogram": None, "batch_size": 1.5}, r"features\.a\.batch_size: .* got 1.5"),
+        (KNOWN | {"ids": {"lookups": [1.0], "distinct": [1.0]}}, "features.a.ids: lacks 'end'"),
+        (KNOWN | {"ids": PARTS | {"lookups": [1.0]}}, "features.a.ids: .*up to 2 have 2 shares of lookups, got 1"),
+        (KNOWN | {"ids": PARTS | {"distinct": [1.5, -0.5]}}, "ids: .*distinct by id must be 0 or more and sum to 1"),
+        (KNOWN | {"ids": PARTS | {"end": 0}}, "features.a.ids: ids must end between 1 and 2.53, got 0"),
     ],
 )
-def test_damaged_files_are_refused_with_a_reason(tmp_path, document, reason: str) -> None:
-    path = tmp_path / "statistics.json"
-    path.write_text(json.dumps(document))
-    with pytest.raises(StatisticsError, match=f"statistics.json.*{reason}"):
-        TableStatistics.from_json(path)
+def test_damaged_files_are_refused_with_a_reason(tmp_path: Path, feature: object, reason: str) -> None:
+    for document, told in (
+        ({"schema": SCHEMA, "features": {"a": feature}}, reason),
+        ({"schema": SCHEMA}, "lacks 'features'"),
+        ({"schema": "dreamshard_planner.statistics/2", "features": {}}, SCHEMA),
+    ):
+        (tmp_path / "statistics.json").write_text(json.dumps(document))
+        with pytest.raises(StatisticsError, match=f"statistics.json.*{told}"):
+            TableStatistics.from_json(tmp_path / "statistics.json")
