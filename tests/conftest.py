@@ -1,6 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Settings that all tests share."""
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -49,6 +50,18 @@ def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("COLUMNS", "80")
         patch.setenv("DREAMSHARD_HOME", str(tmp_path_factory.mktemp("home")))
         yield
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()  # models are cyclic and hold the group
+    dist.destroy_process_group()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

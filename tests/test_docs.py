@@ -1,12 +1,10 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """README and docs: snippets run, commands parse, generated parts are up to date, links lead somewhere."""
 
-import gc
 import re
 import runpy
 import shlex
 import shutil
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -43,15 +41,6 @@ def blocks(page: str, language: str) -> list[str]:
 WITH_SNIPPETS = [page for page in PAGES if blocks(page, "python")]
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    gc.collect()  # models are cyclic and hold the group
-    dist.destroy_process_group()
-
-
 def _given() -> dict[str, Any]:
     """Names that the snippets take for granted."""
     rows, lookups = [5_000, 2_000, 1_000, 500, 100, 100], [20, 5, 10, 1, 1, 2]
@@ -86,7 +75,7 @@ def _given() -> dict[str, Any]:
 @pytest.mark.filterwarnings("error:HeuristicalStorageReservation:FutureWarning")
 @pytest.mark.parametrize("page", WITH_SNIPPETS)
 def test_snippets_of_a_page_run_one_after_the_other(
-    page: str, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(compare_steps.__kwdefaults__, "block_seconds", 0.001)

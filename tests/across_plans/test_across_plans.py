@@ -10,7 +10,6 @@ import os
 import pickle
 import resource
 import signal
-from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,14 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ROWS, DIM = 12, 16
 WEIGHT = "ebc.embedding_bags.t.weight"
 WHOLE = ((0, 0, ROWS, DIM),)
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """A process group of this process alone, which sharded tensors need."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def sharded(size: tuple[int, ...], places: list[tuple[list[int], list[int]]]) -> ShardedTensor:

@@ -3,7 +3,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -92,15 +92,6 @@ def test_cpu_ranks_share_cores(tmp_path) -> None:
     planner.save_plan(tmp_path / "plan.json")
     saved = SavedPlan.load(tmp_path / "plan.json")
     assert cores_of(job_of(saved).machine.topology()) == 2.0
-
-
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of this process alone."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import small_models
 import torch
-import torch.distributed as dist
 from small_models import SHARDERS, collection, table, topology
 
 from dreamshard_planner import DreamShardPlanner, Observation, SavedPlan
@@ -169,7 +168,8 @@ def test_old_runs_are_removed_and_damaged_ones_left_out(home: Path) -> None:
     assert new.exists() and not old.exists()
 
 
-def test_statistics_with_which_tables_do_not_fit_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("group")
+def test_statistics_with_which_tables_do_not_fit_are_left_out() -> None:
     """The plan method of a subclass makes both plans."""
     batch_sizes = []
 
@@ -182,11 +182,7 @@ def test_statistics_with_which_tables_do_not_fit_are_left_out(tmp_path: Path) ->
     known = Remembered.of_module(model(), SHARDERS, small)
     known.remember(statistics(factor=30.0, batch_size=100_000), {})
     planner = Own(topology=small, effort="quick", stats=[], debug=False)
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        with warned("planner") as told:
-            planner.collective_plan(model(), SHARDERS)
-    finally:
-        dist.destroy_process_group()
+    with warned("planner") as told:
+        planner.collective_plan(model(), SHARDERS)
     assert len(told) == 1 and "planned without what earlier trainings observed" in told[0]
     assert planner.saved_plan().inputs.statistics is None and batch_sizes == [100_000, 512]
