@@ -220,11 +220,8 @@ def _changes(
         if one[fqn] == other[fqn] and was.groups == now.groups:
             continue
         shards = _on_all_ranks(other[fqn], now)
-        places, ranks_S = [(shard.offset, shard.size) for shard in shards], [shard.rank for shard in shards]
-        held = _on_all_ranks(one[fqn], was)
-        bytes_SD = received_SD(before.inputs.tables[fqn], places, held, len(received_D))
-        bytes_S = bytes_SD[range(len(shards)), ranks_S]
-        np.add.at(received_D, ranks_S, bytes_S)
+        bytes_S = _received_S(before.inputs.tables[fqn], _on_all_ranks(one[fqn], was), shards)
+        np.add.at(received_D, [shard.rank for shard in shards], bytes_S)
         retyped = (one[fqn].sharding_type, one[fqn].kernel) != (other[fqn].sharding_type, other[fqn].kernel)
         labels = _label(one[fqn], was), _label(other[fqn], now)
         changes.append(TableChange(fqn, *labels, retyped, int(bytes_S.sum())))
@@ -238,6 +235,31 @@ def _label(table: TableSharding, topology: TopologyInputs) -> str:
 def _on_all_ranks(table: TableSharding, topology: TopologyInputs) -> list[ShardPlace]:
     """Return the shards of a table on the ranks of all sharding groups."""
     return [replace(shard, rank=rank) for shard in table.shards for rank in topology.replicas(shard.rank)]
+
+
+def _received_S(table: TableInputs, held: Sequence[ShardPlace], shards: Sequence[ShardPlace]) -> np.ndarray:
+    """Return the bytes of each shard, optimizer states with them, that its own rank does not hold, in time linear in
+    shards."""
+    of_rank: dict[int, list[ShardPlace]] = {}
+    for shard in held:
+        of_rank.setdefault(shard.rank, []).append(shard)
+    start_S2, size_S2 = np.array([(shard.offset, shard.size) for shard in shards], dtype=np.int64).swapaxes(0, 1)
+    new_S = size_S2.prod(-1)
+    pairs = [(index, old) for index, shard in enumerate(shards) for old in of_rank.get(shard.rank, ())]
+    if pairs:
+        index_X = [index for index, _ in pairs]
+        old_start_X2, old_size_X2 = np.array([(old.offset, old.size) for _, old in pairs]).swapaxes(0, 1)
+        kept_X = _common_elements(start_S2[index_X], size_S2[index_X], old_start_X2, old_size_X2)
+        np.subtract.at(new_S, index_X, kept_X)
+    return table.trained_bytes(new_S, size_S2[:, 1].clip(1))
+
+
+def _common_elements(
+    start_2: np.ndarray, size_2: np.ndarray, other_start_2: np.ndarray, other_size_2: np.ndarray
+) -> np.ndarray:
+    """Return the number of elements that lie in both of two places, for any leading dimensions."""
+    sides_2 = np.minimum(start_2 + size_2, other_start_2 + other_size_2) - np.maximum(start_2, other_start_2)
+    return sides_2.clip(0).prod(-1)
 
 
 def received_SD(
@@ -259,8 +281,7 @@ def received_SD(
         return np.zeros((len(places), ranks), dtype=np.int64)
     new_SD = size_S2.prod(-1, keepdims=True).repeat(ranks, 1)
     for shard in held:
-        ends_S2 = np.minimum(start_S2 + size_S2, np.add(shard.offset, shard.size))
-        new_SD[:, shard.rank] -= (ends_S2 - np.maximum(start_S2, shard.offset)).clip(0).prod(-1)
+        new_SD[:, shard.rank] -= _common_elements(start_S2, size_S2, np.array(shard.offset), np.array(shard.size))
     return table.trained_bytes(new_SD, size_S2[:, 1:].clip(1))
 
 
