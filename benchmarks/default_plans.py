@@ -41,7 +41,7 @@ from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.rater import PlanRater
-from dreamshard_planner.problem.estimators import estimate_all, torchrec_estimators
+from dreamshard_planner.problem.estimators import PerfEstimator, estimate_all
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.workload.lookups import FeatureStatistics
@@ -149,7 +149,7 @@ def play(task: DefaultTask, name: str, limit: float) -> dict[str, Any]:
         planner.plan(model, SHARDERS)
         plan = planner.options
     seconds, topology, constraints = time.process_time() - start, given["topology"], given["constraints"]
-    estimate_all(torchrec_estimators(topology, constraints), plan, SHARDERS)
+    estimate_all([PerfEstimator(topology, constraints)], plan, SHARDERS)
     context = PlanRater(PlannedRanks.of(topology), OptionReader(constraints))
     kinds = (sharding_in_words(option.sharding_type, option.compute_kernel) for option in plan)
     return {

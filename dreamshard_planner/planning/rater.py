@@ -21,11 +21,11 @@ from dreamshard_planner.planning.cost_sources import COST_SOURCES, CheckpointCos
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.problem.estimators import (
-    AllocatedStorage,
-    WithLengths,
+    PerfEstimator,
+    StorageEstimator,
+    equal_lengths,
     estimate_all,
-    other_lengths,
-    torchrec_estimators,
+    own_lengths,
     unpriced,
 )
 from dreamshard_planner.problem.parts import Links, ReadProblem
@@ -121,11 +121,12 @@ class PlanRater:
         """TorchRec's estimators of perf and storage; empty without sharders."""
         if not self.sharders:
             return []
-        perf, storage = torchrec_estimators(self.ranks.topology, self.constraints)
-        if self.costs.takes_estimates:
-            # Costs are TorchRec's, while memory is for the actual lookups.
-            perf = WithLengths(perf, self.constraints.torchrec_lengths)
-        return [perf, AllocatedStorage(storage, self.reader, self.ranks.topology)]
+        # If costs are TorchRec's, memory alone is for the actual lookups.
+        lengths = self.constraints.lengths_of_torchrec if self.costs.takes_estimates else own_lengths
+        return [
+            PerfEstimator(self.ranks.topology, self.constraints, lengths),
+            StorageEstimator(self.ranks.topology, self.constraints, self.reader),
+        ]
 
     @torch.no_grad()
     def alone(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
@@ -156,8 +157,8 @@ class PlanRater:
         if self.costs.takes_estimates or not given or not all(is_known(option.compute_kernel) for option in options):
             return []
         copies = [copy.deepcopy(option) for option in options]
-        with other_lengths(copies, lambda option: [POOLING_FACTOR] * len(option.input_lengths)):
-            estimate_all(torchrec_estimators(self.ranks.topology)[:1], copies, self.sharders)
+        estimator = PerfEstimator(self.ranks.topology, lengths=equal_lengths(POOLING_FACTOR))
+        estimate_all([estimator], copies, self.sharders)
         return copies
 
     def estimate_missing(self, options: list[ShardingOption], with_perf: bool = False) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torch import nn
+from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
@@ -44,54 +46,60 @@ _ROW_COUNTERS = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
 """Values per row that row-wise Adagrad keeps for modes of weight decay."""
 
 
-class OncePerSize(ShardEstimator):
-    """Estimates each distinct shard size of an option once; equal shards share the resulting object.
+Lengths = Callable[[ShardingOption], list[float]]
+"""Returns the lookups per sample that an estimator sees as ``input_lengths``."""
+own_lengths: Lengths = attrgetter("input_lengths")
 
-    This holds for ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator`` themselves. Other estimators, and those
-    whose hardware configuration overrides ``post_process_perfs``, which sees all shards, are called as they are.
-    """
 
-    def __init__(self, estimator: ShardEstimator) -> None:
-        self._estimator = estimator
+def equal_lengths(lookups: float) -> Lengths:
+    """Return lengths with so many lookups of every feature."""
+    return lambda option: [lookups] * len(option.input_lengths)
+
+
+def _estimate(
+    estimator: ShardEstimator, what: str, lengths: Lengths, options: Sequence[ShardingOption], *args: Any, **kwargs: Any
+) -> None:
+    """Let an estimator of TorchRec's, which reads nothing of a shard but its size, set ``what`` once per size."""
+    hook = getattr(type(getattr(estimator, "config", None)), "post_process_perfs", None)
+    sees_all = hook not in (None, HardwarePerfConfig.post_process_perfs)
+    probes = [copy.copy(option) for option in options]
+    for option, probe in zip(options, probes, strict=True):
+        probe.input_lengths = lengths(option)
+        sizes = dict.fromkeys(tuple(shard.size) for shard, _ in counted(option))
+        probe.shards = option.shards if sees_all else [Shard([*size], [0] * len(size)) for size in sizes]
+    estimator.estimate(probes, *args, **kwargs)
+    for option, probe in zip(options, probes, strict=True):
+        option.is_weighted = probe.is_weighted  # set by the perf estimator
+        of_size = {tuple(shard.size): getattr(shard, what) for shard in probe.shards}
+        for shard, _ in [] if sees_all else counted(option):
+            setattr(shard, what, of_size[tuple(shard.size)])
+
+
+class PerfEstimator(ShardEstimator):
+    """Estimates perf as ``EmbeddingEnumerator`` does, and that of quantized tables for inference."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        lengths: Lengths = own_lengths,
+    ) -> None:
+        self._trained, self._served = (compat.perf_estimator(topology, constraints, served) for served in (False, True))
+        self._lengths = lengths
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the wrapped estimator raises."""
-        result = compat.estimate_of_size_alone(self._estimator)
-        if result is None:
-            self._estimator.estimate(sharding_options, *args, **kwargs)
-            return
-        probes = [copy.copy(option) for option in sharding_options]
-        for probe in probes:
-            sizes = dict.fromkeys(tuple(shard.size) for shard, _ in counted(probe))
-            probe.shards = [Shard([*size], [0] * len(size)) for size in sizes]
-        compat.quick(self._estimator).estimate(probes, *args, **kwargs)
-        for option, probe in zip(sharding_options, probes, strict=True):
-            of_size = {tuple(shard.size): getattr(shard, result) for shard in probe.shards}
-            for shard, _ in counted(option):
-                setattr(shard, result, of_size[tuple(shard.size)])
-            option.is_weighted = probe.is_weighted  # set by the perf estimator
-
-
-class TrainedOrServed(ShardEstimator):
-    """One estimator for trained tables, another for quantized ones; PlannerError if no one prices a kernel."""
-
-    def __init__(self, trained: ShardEstimator, served: ShardEstimator) -> None:
-        self._trained, self._served = trained, served
-
-    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the two raise."""
+        """Set the perf of every shard; PlannerError if TorchRec cannot price a kernel."""
         known = [option for option in sharding_options if is_known(option.compute_kernel)]
-        self._trained.estimate([one for one in known if not serves(one.compute_kernel)], *args, **kwargs)
-        if quantized := [one for one in known if serves(one.compute_kernel)]:
-            self._served.estimate(quantized, *args, **kwargs)
+        for estimator, served in ((self._trained, False), (self._served, True)):
+            some = [option for option in known if serves(option.compute_kernel) == served]
+            _estimate(estimator, "perf", self._lengths, some, *args, **kwargs)
         for option in sharding_options:
-            if is_known(option.compute_kernel):
-                continue
-            try:
-                self._trained.estimate([option], *args, **kwargs)
-            except (RuntimeError, ValueError) as error:
-                why = f"TorchRec's estimator raised {type(error).__name__}, {str(error).rstrip('.')}"
-                raise unpriced(option, why) from error
+            if not is_known(option.compute_kernel):
+                try:
+                    _estimate(self._trained, "perf", self._lengths, [option], *args, **kwargs)
+                except (RuntimeError, ValueError) as error:
+                    why = f"TorchRec's estimator raised {type(error).__name__}, {str(error).rstrip('.')}"
+                    raise unpriced(option, why) from error
 
 
 def unpriced(option: ShardingOption, why: str) -> PlannerError:
@@ -101,42 +109,6 @@ def unpriced(option: ShardingOption, why: str) -> PlannerError:
         "Give the planner an enumerator with an estimator that sets its perf, or allow one of "
         f"{', '.join(KERNELS)} in the table's ParameterConstraints.compute_kernels."
     )
-
-
-@contextmanager
-def other_lengths(
-    options: Sequence[ShardingOption], lengths: Callable[[ShardingOption], list[float]]
-) -> Iterator[None]:
-    """Let estimators see other ``input_lengths`` of some options."""
-    held = [option.input_lengths for option in options]
-    try:
-        for option in options:
-            option.input_lengths = lengths(option)
-        yield
-    finally:
-        for option, own in zip(options, held, strict=True):
-            option.input_lengths = own
-
-
-class WithLengths(ShardEstimator):
-    """An estimator that sees other ``input_lengths`` of some tables, by name."""
-
-    def __init__(self, estimator: ShardEstimator, lengths: Mapping[str, list[float]]) -> None:
-        self._estimator, self._lengths = estimator, lengths
-
-    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the other estimator raises."""
-        with other_lengths(sharding_options, lambda option: self._lengths.get(option.name, option.input_lengths)):
-            self._estimator.estimate(sharding_options, *args, **kwargs)
-
-
-def torchrec_estimators(
-    topology: Topology, constraints: dict[str, ParameterConstraints] | None = None
-) -> list[ShardEstimator]:
-    """Return ``EmbeddingEnumerator``'s perf and storage estimators, faster; quantized tables have inference perf."""
-    perf, storage = compat.default_estimators(topology, constraints)
-    served = type(perf)(topology=topology, constraints=constraints, is_inference=True)
-    return [TrainedOrServed(OncePerSize(perf), OncePerSize(served)), OncePerSize(storage)]
 
 
 def estimate_all(
@@ -150,19 +122,21 @@ def estimate_all(
         estimator.estimate(sharding_options, **arguments)
 
 
-class AllocatedStorage(ShardEstimator):
-    """Estimates storage as TorchRec does, plus the memory that kernels allocate beyond TorchRec's count, which is
-    TorchRec's estimate without lookups."""
+class StorageEstimator(ShardEstimator):
+    """Estimates storage as ``EmbeddingEnumerator`` does, plus the memory that kernels allocate beyond TorchRec's count,
+    which is TorchRec's estimate without lookups."""
 
-    def __init__(self, estimator: ShardEstimator, reader: OptionReader, topology: Topology) -> None:
-        self._estimator, self._reader, self._topology = estimator, reader, topology
+    def __init__(
+        self, topology: Topology, constraints: dict[str, ParameterConstraints] | None, reader: OptionReader
+    ) -> None:
+        self._estimator = EmbeddingStorageEstimator(topology, constraints)
+        self._reader, self._topology = reader, topology
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """Set the storage of every shard."""
-        self._estimator.estimate(sharding_options, *args, **kwargs)
+        _estimate(self._estimator, "storage", own_lengths, sharding_options, *args, **kwargs)
         estimates = [[shard.storage for shard, _ in counted(option)] for option in sharding_options]
-        with other_lengths(sharding_options, lambda option: [0.0] * len(option.input_lengths)):
-            self._estimator.estimate(sharding_options, *args, **kwargs)
+        _estimate(self._estimator, "storage", equal_lengths(0.0), sharding_options, *args, **kwargs)
         for option, estimated in zip(sharding_options, estimates, strict=True):
             for (shard, _), storage in zip(counted(option), estimated, strict=True):
                 shard.storage = storage + self._missing(option, shard.size, shard.storage)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS, GUARDED_SHARDING_TYPES_FOR_FP_MODULES
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
@@ -265,6 +265,10 @@ class PlanningConstraints(dict[str, ParameterConstraints]):
         """Sharding types that change a table's training, allowed or not, and why, by its fully qualified name."""
         self.torchrec_lengths: dict[str, list[float]] = {}
         """Pooling factors that TorchRec itself counts, by table name, if they are fewer than the features."""
+
+    def lengths_of_torchrec(self, option: ShardingOption) -> list[float]:
+        """Return the lookups per sample that TorchRec itself counts."""
+        return self.torchrec_lengths.get(option.name, option.input_lengths)
 
 
 def given_constraints(

@@ -16,16 +16,14 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.embedding import get_ec_index_dedup
-from torchrec.distributed.planner import shard_estimators, storage_reservations
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.estimator import estimator as perf_estimators
+from torchrec.distributed.planner import storage_reservations
+from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
-from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
+from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimator, EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import (
     DeviceHardware,
     ParameterConstraints,
-    ShardEstimator,
     StorageReservation,
     Topology,
 )
@@ -98,57 +96,37 @@ def grid_takes_varied_batches() -> bool:
 # Estimators
 
 
-def default_estimators(topology: Topology, constraints: dict[str, ParameterConstraints] | None) -> list[ShardEstimator]:
-    """Return the estimators of perf and of storage that ``EmbeddingEnumerator`` makes."""
-    return EmbeddingEnumerator(topology, batch_size=1, constraints=constraints)._estimators
+class _QuicklyScanned(EmbeddingPerfEstimatorConfig):
+    """TorchRec's default hardware. TorchRec searches ``dir()`` of it for annotated methods some fifteen times per
+    shard, most of an estimate's time. This lists only methods with attributes, which annotations are."""
+
+    _annotated = [
+        name
+        for name, member in inspect.getmembers(EmbeddingPerfEstimatorConfig, callable)
+        if not name.startswith("_") and getattr(member, "__dict__", True)
+    ]
+
+    def __dir__(self) -> list[str]:
+        return self._annotated
+
+
+def perf_estimator(
+    topology: Topology, constraints: dict[str, ParameterConstraints] | None, is_inference: bool
+) -> EmbeddingPerfEstimator:
+    """Return the perf estimator that ``EmbeddingEnumerator`` makes, with less searching."""
+    estimator = EmbeddingPerfEstimatorFactory.create(DEFAULT_PERF_ESTIMATOR, is_inference, topology, constraints)
+    if type(estimator.config) is EmbeddingPerfEstimatorConfig:
+        estimator = EmbeddingPerfEstimator(topology, constraints, is_inference, _QuicklyScanned())
+    return estimator
 
 
 def sharders_for_estimators(sharders: Iterable[ModuleSharder[nn.Module]]) -> dict[str, Any]:
     """Return the argument of ``ShardEstimator.estimate`` that describes sharders: live ones in TorchRec 1.6, their data
     from 1.7 on."""
     live = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-    if "sharder_data_map" in inspect.signature(shard_estimators.EmbeddingPerfEstimator.estimate).parameters:
+    if "sharder_data_map" in inspect.signature(EmbeddingPerfEstimator.estimate).parameters:
         return {"sharder_data_map": build_sharder_data_map(live)}
     return {"sharder_map": live}
-
-
-def estimate_of_size_alone(estimator: ShardEstimator) -> str | None:
-    """Return ``perf`` or ``storage``, whichever ``estimator`` sets from nothing of a shard but its size; None for
-    any estimator but TorchRec's ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator``, and for hardware
-    configurations whose ``post_process_perfs`` sees all shards together."""
-    if type(estimator) is shard_estimators.EmbeddingStorageEstimator:
-        return "storage"
-    if type(estimator) is shard_estimators.EmbeddingPerfEstimator:
-        estimator = estimator._estimator
-    if type(estimator) is not perf_estimators.EmbeddingPerfEstimator:
-        return None
-    hook = getattr(estimator.config.post_process_perfs, "__func__", None)
-    return "perf" if hook is HardwarePerfConfig.post_process_perfs else None
-
-
-class _QuicklyScanned(EmbeddingPerfEstimatorConfig):
-    """TorchRec's default hardware. TorchRec searches ``dir()`` of it for annotated methods some fifteen times per
-    shard, most of an estimate's time. This lists only methods with attributes, which annotations are."""
-
-    def __init__(self) -> None:
-        members = {name: getattr(type(self), name) for name in super().__dir__() if not name.startswith("_")}
-        self._annotated = [
-            name for name, member in members.items() if callable(member) and getattr(member, "__dict__", True)
-        ]
-
-    def __dir__(self) -> list[str]:
-        return self._annotated
-
-
-def quick(estimator: ShardEstimator) -> ShardEstimator:
-    """Return a copy of an ``EmbeddingPerfEstimator`` that does the same with less searching."""
-    result = copy.copy(estimator)
-    if type(estimator) is shard_estimators.EmbeddingPerfEstimator:
-        result._estimator = quick(estimator._estimator)
-    elif type(estimator) is perf_estimators.EmbeddingPerfEstimator:
-        if type(estimator.config) is EmbeddingPerfEstimatorConfig and not vars(estimator.config):
-            result._config = _QuicklyScanned()
-    return result
 
 
 # Topologies

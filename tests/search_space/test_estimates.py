@@ -10,15 +10,23 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.estimator.annotations import fwd_comms
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
-from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardingOption, Topology
-from torchrec.distributed.types import ModuleSharder, PipelineType
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Perf,
+    ShardEstimator,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.problem.estimators import OncePerSize, estimate_all, torchrec_estimators
+from dreamshard_planner.problem.estimators import PerfEstimator, StorageEstimator
+from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import FastEnumerator
 from tests.mixed_models import mixed_case
 
@@ -37,6 +45,13 @@ def case_of(seed: int) -> tuple[nn.Module, list[ModuleSharder[nn.Module]], Topol
         for name, given in case.constraints.items()
     }
     return case.model, sharders, case.topology, constraints
+
+
+def estimators(topology: Topology, constraints: dict[str, ParameterConstraints] | None = None) -> list[ShardEstimator]:
+    """Ours, without the memory that TorchRec misses."""
+    storage = StorageEstimator(topology, constraints, OptionReader())
+    storage._missing = lambda *_: Storage(0, 0)
+    return [PerfEstimator(topology, constraints), storage]
 
 
 def by_kind(options: list[ShardingOption]) -> dict[tuple, list[str]]:
@@ -58,33 +73,12 @@ def described(option: ShardingOption) -> list[str]:
 def test_options_and_estimates_are_those_of_torchrec(seed: int) -> None:
     model, sharders, topology, constraints = case_of(seed)
     theirs = EmbeddingEnumerator(topology, 512, constraints).enumerate(model, sharders)
-    estimators = torchrec_estimators(topology, constraints)
-    ours = FastEnumerator(topology, 512, constraints, estimators).enumerate(model, sharders)
+    ours = FastEnumerator(topology, 512, constraints, estimators(topology, constraints)).enumerate(model, sharders)
     assert by_kind(ours) == by_kind(theirs)
     assert list(dict.fromkeys(o.fqn for o in ours)) == list(dict.fromkeys(o.fqn for o in theirs))
     kinds = [(o.fqn, o.sharding_type, o.compute_kernel) for o in ours]
     order = {o.fqn: place for place, o in enumerate(ours)}
     assert kinds == sorted(kinds, key=lambda kind: (order[kind[0]], *kind[1:]))
-
-    # Other settings of the same estimators.
-    for estimator in (
-        EmbeddingPerfEstimator(topology, constraints, is_inference=True),
-        EmbeddingStorageEstimator(topology, constraints, is_inference=True),
-        EmbeddingStorageEstimator(topology, constraints, PipelineType.TRAIN_PREFETCH_SPARSE_DIST, True),
-    ):
-        estimate_all([estimator], theirs, sharders)
-        estimate_all([OncePerSize(estimator)], ours, sharders)
-        assert by_kind(ours) == by_kind(theirs)
-
-
-class OffsetsCost(EmbeddingPerfEstimator):
-    """Shards of one size differ."""
-
-    def estimate(self, sharding_options, *args, **kwargs) -> None:
-        super().estimate(sharding_options, *args, **kwargs)
-        for option in sharding_options:
-            for shard in option.shards:
-                shard.perf += Perf(sum(shard.offset), 0.0, 0.0, 0.0)
 
 
 class LastShardIsSlow(EmbeddingPerfEstimatorConfig):
@@ -115,19 +109,14 @@ def test_tables_enumerated_in_parts_have_the_same_options(monkeypatch: pytest.Mo
         assert all(one is not other for one, other in zip(in_parts, enumerator.last_stored_search_space, strict=True))
 
 
-@pytest.mark.parametrize("own", ["subclass", "all shards", "annotated", "on the instance"])
-def test_estimators_of_the_user_keep_their_say(own: str) -> None:
+@pytest.mark.parametrize("config", [LastShardIsSlow, OwnNetwork])
+def test_hardware_that_the_user_registered_keeps_its_say(
+    config: type[EmbeddingPerfEstimatorConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, sharders, _, _ = case_of(1)
     topology = Topology(4, "cuda", local_world_size=2)
-    if own == "subclass":
-        estimator = OffsetsCost(topology)
-    else:
-        config = {"all shards": LastShardIsSlow, "annotated": OwnNetwork}.get(own, EmbeddingPerfEstimatorConfig)()
-        if own == "on the instance":
-            config.device_bw = 77.0
-        estimator = EmbeddingPerfEstimatorFactory.create_with_config(config, topology=topology)
-    theirs = EmbeddingEnumerator(topology, 512, estimator=estimator).enumerate(model, sharders)
-    ours = FastEnumerator(topology, 512, estimator=OncePerSize(estimator)).enumerate(model, sharders)
-    assert by_kind(ours) == by_kind(theirs)
-    estimate_all(torchrec_estimators(topology)[:1], theirs, sharders)
-    assert by_kind(ours) != by_kind(theirs)
+    default = FastEnumerator(topology, 512, None, estimators(topology)).enumerate(model, sharders)
+    monkeypatch.setitem(EmbeddingPerfEstimatorFactory._registry, DEFAULT_PERF_ESTIMATOR, config)
+    theirs = EmbeddingEnumerator(topology, 512).enumerate(model, sharders)
+    ours = FastEnumerator(topology, 512, None, estimators(topology)).enumerate(model, sharders)
+    assert by_kind(ours) == by_kind(theirs) != by_kind(default)
