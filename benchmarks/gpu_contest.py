@@ -126,13 +126,12 @@ def kernels_of(plan: Sequence[ShardingOption], rater: PlanRater) -> dict[str, An
     """Return the workloads of each rank's fused kernels, and what else the plan is predicted to take."""
     read = rater.read(plan, with_storage=False)
     sharding, cost = read.sharding(plan), rater.cost(read)
-    rated = cost.rate(sharding)
-    extra_ms_P = dense_ms(read.column("dense_elements"), read.column("dense_passes"), rater.ranks.topology)
+    rated, topology = cost.rate(sharding), rater.ranks.topology
     ranks: list[dict[int, list[Workload]]] = [{} for _ in range(read.problem.num_ranks)]
     extra_ms_D = torch.zeros(read.problem.num_ranks, dtype=torch.float64)
     for rank, part in zip(*(row_X.tolist() for row_X in read.problem.laid(sharding)), strict=True):
         ranks[rank].setdefault(int(read.problem.group_P[part]), []).append(read.workload_P[part])
-        extra_ms_D[rank] += extra_ms_P[part]
+        extra_ms_D[rank] += dense_ms(read.parts[part].dense_elements, read.parts[part].dense_passes, topology)
     return {
         "kernels": [list(groups.values()) for groups in ranks],
         "extra_ms": extra_ms_D.tolist(),

@@ -408,15 +408,15 @@ FRESH_BYTES = 32 << 20
 """Size from which glibc's malloc takes new pages from the system for each gradient."""
 
 
-def dense_ms(elements_P: Tensor, passes_P: Tensor | float, topology: Topology) -> Tensor:
-    """Milliseconds that data-parallel tables of so many elements add to the backward, beside their kernels, [P].
+def dense_ms(elements: float, passes: float, topology: Topology) -> float:
+    """Milliseconds that a data-parallel table adds to the backward, beside its kernel.
 
     Args:
-        elements_P: of the table-sized gradient.
-        passes_P: times that as many pass through memory; see :data:`DENSE_PASSES`.
+        elements: of the table-sized gradient.
+        passes: times that as many pass through memory; see :data:`DENSE_PASSES`.
         topology: with its bandwidths.
     """
     if topology.compute_device != "cpu":
-        return elements_P * passes_P * (OUTPUT_BYTES / topology.hbm_mem_bw)
-    fresh_P = elements_P * OUTPUT_BYTES >= FRESH_BYTES
-    return elements_P * (CPU_DENSE_MS_PER_ELEMENT / CPU_DENSE_PASSES * passes_P + CPU_FRESH_MS_PER_ELEMENT * fresh_P)
+        return elements * passes * (OUTPUT_BYTES / topology.hbm_mem_bw)
+    is_fresh = elements * OUTPUT_BYTES >= FRESH_BYTES
+    return elements * (CPU_DENSE_MS_PER_ELEMENT / CPU_DENSE_PASSES * passes + CPU_FRESH_MS_PER_ELEMENT * is_fresh)

@@ -21,7 +21,7 @@ from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import cores_of, default_notes
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.report import ESTIMATE_PARTS, Note, noted
-from dreamshard_planner.problem.parts import Links, ReadProblem
+from dreamshard_planner.problem.parts import Links, Part, ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.options import fqn_of, perf_of, ranks_of
 from dreamshard_planner.search_space.sharding_types import serves
@@ -69,27 +69,30 @@ class CheckpointCosts:
             compute = RooflineCost.of_topology(topology)
         if isinstance(compute, AdjustedCost):
             compute = compute.needed_by(problem.features_PF)
-        dense_P, ssd_bytes_P, hot_P = map(read.column, ("dense_elements", "ssd_bytes", "hot_bytes"))
-        sync_ms_P = read.column("synced_bytes") * self.ranks.sync_ms_per_byte
+        extra_ms_P2 = torch.tensor([*map(self._extra_ms, read.parts)], dtype=torch.float64)
         estimated = [index for index, part in enumerate(read.parts) if part.is_estimated]
-        if not estimated and not any(bool(extra_P.any()) for extra_P in (dense_P, ssd_bytes_P, hot_P, sync_ms_P)):
+        if not estimated and not extra_ms_P2.any():
             return Cost(problem, compute)
-        dense_ms_P = dense_ms(dense_P, read.column("dense_passes"), topology)
-        # The forward reads rows from the SSD, the backward reads and writes them.
-        ssd_ms_P = ssd_bytes_P / topology.ssd_mem_bw
-        # CPU ranks share the memory of their host.
-        shared = topology.ddr_mem_bw / topology.local_world_size
-        hot_ms_P = hot_P / (shared if topology.compute_device == "cpu" else topology.hbm_mem_bw)
         adjusted = compute if isinstance(compute, AdjustedCost) else AdjustedCost(compute)
         latent_PH = adjusted.encode(problem.features_PF).double()
-        # A rank waits for its replicas, and for no other rank of its group.
-        latent_PH[:, adjusted.EXTRA_MS] = torch.stack([ssd_ms_P, dense_ms_P + hot_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
-        for part in estimated:
-            perf = read.parts[part].estimate
-            price_ms = [perf.fwd_compute + perf.prefetch_compute, perf.bwd_compute]
-            latent_PH[part] = 0.0
-            latent_PH[part, adjusted.EXTRA_MS] = torch.tensor(price_ms, dtype=torch.float64)
+        latent_PH[estimated] = 0.0
+        latent_PH[:, adjusted.EXTRA_MS] = extra_ms_P2
         return Cost(problem, adjusted, latent_PH)
+
+    def _extra_ms(self, part: Part) -> tuple[float, float]:
+        """Return what a part adds to the forward and to the backward, beside measured kernels."""
+        if part.is_estimated:
+            perf = part.estimate
+            return perf.fwd_compute + perf.prefetch_compute, perf.bwd_compute
+        topology = self.ranks.topology
+        # The forward reads rows from the SSD, the backward reads and writes them.
+        ssd_ms = part.ssd_bytes / topology.ssd_mem_bw if part.ssd_bytes else 0.0
+        # CPU ranks share the memory of their host.
+        shared = topology.ddr_mem_bw / topology.local_world_size
+        hot_ms = part.hot_bytes / (shared if topology.compute_device == "cpu" else topology.hbm_mem_bw)
+        # A rank waits for its replicas, and for no other rank of its group.
+        sync_ms = part.synced_bytes * self.ranks.sync_ms_per_byte
+        return ssd_ms, dense_ms(part.dense_elements, part.dense_passes, topology) + hot_ms + 2 * ssd_ms + sync_ms
 
     def _shared_cores(self) -> SharedCores | None:
         """Return the cores that the CPU ranks of a host share, if fewer than all can compute at once: as the topology
@@ -172,13 +175,12 @@ class TorchRecCosts(CheckpointCosts):
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
         """Return the sum of estimates; the forward is everything but the backward."""
-        perfs = [part.estimate for part in read.parts]
-        backward = [perf.bwd_compute + perf.bwd_comms for perf in perfs]
-        sync_ms_P = (read.column("synced_bytes") * self.ranks.sync_ms_per_byte).tolist()
-        latents = [
-            [1.0, perf.total - later, later + sync]
-            for perf, later, sync in zip(perfs, backward, sync_ms_P, strict=True)
-        ]
+        latents = []
+        for part in read.parts:
+            perf = part.estimate
+            backward = perf.bwd_compute + perf.bwd_comms
+            sync_ms = part.synced_bytes * self.ranks.sync_ms_per_byte
+            latents.append([1.0, perf.total - backward, backward + sync_ms])
         return Cost(read.problem, compute, torch.tensor(latents, dtype=torch.float64).view(-1, 3))
 
     def confidence(self, plan: Sequence[ShardingOption]) -> str:

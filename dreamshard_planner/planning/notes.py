@@ -124,7 +124,8 @@ def _synced_bytes(rated: RatedPlan) -> float:
     """Return the most bytes that a rank averages with its replicas."""
     rank_X, part_X = rated.read.problem.laid(rated.sharding)
     synced_D = torch.zeros(rated.read.problem.num_ranks, dtype=torch.float64)
-    return float(synced_D.index_add(0, rank_X, rated.read.column("synced_bytes")[part_X]).max())
+    synced_P = torch.tensor([part.synced_bytes for part in rated.read.parts], dtype=torch.float64)
+    return float(synced_D.index_add(0, rank_X, synced_P[part_X]).max())
 
 
 def _skews(rated: RatedPlan) -> Iterator[str]:

@@ -129,10 +129,6 @@ class ReadProblem:
         """Work of each part on its rank."""
         return tuple(part.workload for part in self.parts)
 
-    def column(self, name: str) -> torch.Tensor:
-        """Return a property of all parts, float64 [P]."""
-        return torch.tensor([getattr(part, name) for part in self.parts], dtype=torch.float64)
-
     def assign(self, sharding: Sharding) -> list[ShardingOption]:
         """Return the chosen options after setting the ranks of their shards."""
         chosen = []

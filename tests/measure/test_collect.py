@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torchrec.distributed.planner import Topology
 
 from dreamshard_planner.cost.dataset import CostDataset
@@ -138,11 +137,10 @@ def test_a_share_of_all_sets_is_of_shards() -> None:
 
 
 def test_large_gradients_cost_more_per_element_on_cpu() -> None:
-    elements_P = torch.tensor([0.0, FRESH_BYTES / OUTPUT_BYTES / 2, FRESH_BYTES / OUTPUT_BYTES], dtype=torch.float64)
-    nothing, small, large = dense_ms(elements_P, CPU_DENSE_PASSES, Topology(2, "cpu")).tolist()
+    half, cpu = FRESH_BYTES / OUTPUT_BYTES / 2, Topology(2, "cpu")
+    nothing, small, large = (dense_ms(elements, CPU_DENSE_PASSES, cpu) for elements in (0, half, 2 * half))
     assert nothing == 0 and large > 4 * small > 0
-    cuda = Topology(2, "cuda", hbm_mem_bw=1e9)
-    assert dense_ms(elements_P, 7, cuda).tolist() == pytest.approx([7 * 4 * n / 1e9 for n in elements_P.tolist()])
+    assert dense_ms(half, 7, Topology(2, "cuda", hbm_mem_bw=1e9)) == pytest.approx(7 * 4 * half / 1e9)
 
 
 def test_starting_without_torchrun_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,8 @@ def test_tables_on_ssds() -> None:
     assert sum(ssds.used_bytes) == stored.total_storage.ssd
     faster = planned(model, constraints, memory={**ssd, "ssd_mem_bw": 1e9}, exact_training=False)
     assert faster.report().chosen.total_ms < made.report().chosen.total_ms
+    unused = planned(model, {"t0": ParameterConstraints([DP])}, memory={"ssd_mem_bw": 0})
+    assert unused.report().chosen.total_ms > 0
 
 
 @pytest.mark.parametrize("kernel", ["ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table"])
