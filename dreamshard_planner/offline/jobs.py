@@ -38,7 +38,6 @@ from dreamshard_planner.search_space.sharding_types import KERNELS, SHARDING_TYP
 from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import read_json
 from dreamshard_planner.support.formatting import brief, checked, nearest
-from dreamshard_planner.torchrec_components.compat import optimizer_name
 from dreamshard_planner.workload.lookups import MAX_BATCH_SIZE, FeatureStatistics
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -231,7 +230,7 @@ class OfflineModel:
                 rows=table.parameter.shape[0],
                 dim=table.parameter.shape[1],
                 features=tuple(known.get(name, once) for name in table.feature_names) or (once,),
-                optimizer=costed_optimizer(optimizer_name(table.parameter, table.owner.fused_params())),
+                optimizer=costed_optimizer(table.optimizer),
             )
             for table in shardable_tables(self.module, get_default_sharders())
         ]

@@ -13,15 +13,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
 from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Topology
-from torchrec.distributed.types import CacheParams, CommOp, ModuleSharder
+from torchrec.distributed.types import CacheParams, CommOp
 
 from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Collective, CollectiveModel, bag_bytes
 from dreamshard_planner.cost.problem import Problem, Sharding
 from dreamshard_planner.cost.roofline import DENSE_PASSES
 from dreamshard_planner.search_space.constraints import impossible_types
-from dreamshard_planner.search_space.modules import exchange_codecs, output_type
+from dreamshard_planner.search_space.modules import ShardableTable, TableModule
 from dreamshard_planner.search_space.options import (
     cannot_lie_so,
     fqn_of,
@@ -226,10 +225,11 @@ def set_fused_params(option: ShardingOption, of_sharder: Mapping[str, Any]) -> d
     return {name: of_sharder.get(name) if value is None else value for name, value in own.items()}
 
 
-def group_key(option: ShardingOption, table: Table, config: Any, fused_params: dict[str, Any]) -> Hashable:
+def group_key(option: ShardingOption, declared: ShardableTable, table: Table) -> Hashable:
     """Return the fields that must agree for TorchRec to fuse two shards of a rank into one kernel
     (``torchrec.distributed.embedding_sharding.group_tables``, once per module and sharding type)."""
-    key_value = kernel_of(option.compute_kernel).store
+    key_value, config = kernel_of(option.compute_kernel).store, declared.config
+    fused_params = declared.owner.fused_params(option.output_dtype)
     return (
         option.path,
         option.sharding_type,
@@ -371,11 +371,9 @@ def lookup_exchanges(weighted: bool) -> float:
     return 1 + weighted / LOOKUP_EXCHANGES
 
 
-def wire_bytes(
-    option: ShardingOption, sharder: ModuleSharder[nn.Module] | None, fused_params: Mapping[str, Any]
-) -> float:
+def wire_bytes(option: ShardingOption, owner: TableModule) -> float:
     """Return the bytes of one output element on the wire, mean over forward and backward: of the sharder's quantized
-    type, else of the kernel's output with these arguments."""
+    type, else of the kernel's output."""
     if serves(option.compute_kernel):
         return getattr(option.module[1], "output_dtype", lambda: torch.float)().itemsize
     if not option.is_pooled:
@@ -384,7 +382,7 @@ def wire_bytes(
         operation = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
     else:
         operation = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
-    codecs = exchange_codecs(sharder).get(operation.name)
+    codecs = owner.exchange_codecs.get(operation.name)
     if codecs is not None:
         return (codecs.forward.quantized_dtype.itemsize + codecs.backward.quantized_dtype.itemsize) / 2
-    return output_type(fused_params).itemsize
+    return owner.output_type(option.output_dtype).itemsize

@@ -46,7 +46,7 @@ from dreamshard_planner.problem.parts import (
     wire_bytes,
 )
 from dreamshard_planner.search_space.constraints import check_per_feature, constraint_of, per_feature
-from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
+from dreamshard_planner.search_space.modules import ShardableTable, TableModule, WithOptimizer
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, tower_refused, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.sharding_types import CACHING, DENSE, in_host_memory, kernel_of, serves
@@ -103,9 +103,9 @@ class OptionReader:
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
             if option.dependency:
                 raise tower_refused(fqn_of(option))
-            shardable, table, fused = self._shardable(option), self.table(option, topology), self._fused_params(option)
-            group = groups.setdefault(group_key(option, table, shardable.config, fused), len(groups))
-            element_bytes = wire_bytes(option, shardable.sharder, fused)
+            shardable, table = self._shardable(option), self.table(option, topology)
+            group = groups.setdefault(group_key(option, shardable, table), len(groups))
+            element_bytes = wire_bytes(option, shardable.owner)
             exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
             found, indices = parts_of(option, whole, group, exchanges, with_storage, hot_bytes_of(option, table))
             units = units_of(option, [len(parts) + index for index in indices], topology)
@@ -179,15 +179,12 @@ class OptionReader:
 
     def in_backward(self, option: ShardingOption) -> bool:
         """Return whether the option's table was given an in-backward optimizer, which it may lose."""
-        return not brings_optimizer(option.module[1]) and self._has_optimizer(option)
+        return not isinstance(option.module[1], WithOptimizer) and self._shardable(option).has_optimizer
 
     def assumes_sgd(self, option: ShardingOption) -> bool:
         """Return whether the option's fused kernel trains by SGD because nobody named an optimizer."""
         fused = not serves(option.compute_kernel) and option.compute_kernel != DENSE
-        return fused and not self._has_optimizer(option)
-
-    def _has_optimizer(self, option: ShardingOption) -> bool:
-        return bool(compat.optimizer_classes(option.tensor) or self._fused_params(option).get("optimizer"))
+        return fused and not self._shardable(option).has_optimizer
 
     def pooling_factors(self, option: ShardingOption) -> list[float]:
         """Return the pooling factor of each feature of the option's table: of the statistics, else of the option."""
@@ -206,22 +203,16 @@ class OptionReader:
 
     def declared(self, option: ShardingOption) -> TableInputs:
         """Return the option's table as its module declares it."""
-        rows, dim = option.tensor.shape
+        shardable, (rows, dim) = self._shardable(option), option.tensor.shape
         return TableInputs(
             rows=rows,
             dim=dim,
             data_type=str(option.tensor.dtype).removeprefix("torch."),
             features=tuple(self._feature_names(option)),
-            pooling="none" if not option.is_pooled else "mean" if is_mean(self._shardable(option).config) else "sum",
-            weighted=self._shardable(option).owner.is_weighted,
-            optimizer=self._optimizer(option),
+            pooling="none" if not option.is_pooled else "mean" if shardable.is_mean else "sum",
+            weighted=shardable.owner.is_weighted,
+            optimizer=NO_OPTIMIZER if serves(option.compute_kernel) else shardable.optimizer,
         )
-
-    def _optimizer(self, option: ShardingOption) -> str:
-        """Return FBGEMM's name of the in-backward optimizer of the option's table."""
-        if serves(option.compute_kernel):
-            return NO_OPTIMIZER
-        return compat.optimizer_name(option.tensor, self._fused_params(option))
 
     def _feature_names(self, option: ShardingOption) -> list[str]:
         """Return the features of the option's table; unnamed ones if the module has no configs."""
@@ -241,7 +232,7 @@ class OptionReader:
         return self._tables[key]
 
     def _read_table(self, option: ShardingOption, topology: Topology) -> Table:
-        constraint, names = self._constraint(option), self._feature_names(option)
+        constraint, shardable, names = self._constraint(option), self._shardable(option), self._feature_names(option)
         pooling_factors = self.pooling_factors(option)
         num_poolings = constraint.num_poolings or option.num_poolings or [1.0]
         num_poolings = per_feature(num_poolings, len(names), option.name, "num_poolings")
@@ -269,7 +260,7 @@ class OptionReader:
         rows, dim = option.tensor.shape
         weight_bytes: float = option.tensor.element_size()
         if is_served := serves(option.compute_kernel):
-            config = self._shardable(option).config
+            config = shardable.config
             dim, bits = config.embedding_dim, DATA_TYPE_NUM_BITS[config.data_type]
             weight_bytes = bits / 8 + (SCALE_BYTES / dim if bits <= 8 else 0)
         return Table(
@@ -281,8 +272,8 @@ class OptionReader:
             output_share=sum(shares) / len(names),
             weight_bytes=weight_bytes,
             pooled=option.is_pooled,
-            weighted=self._shardable(option).owner.is_weighted or bool(constraint.is_weighted),
-            optimizer=costed_optimizer(self._optimizer(option)),
+            weighted=shardable.owner.is_weighted or bool(constraint.is_weighted),
+            optimizer=costed_optimizer(NO_OPTIMIZER if is_served else shardable.optimizer),
             memory="device" if topology.compute_device == "cpu" else kernel_of(option.compute_kernel).memory,
             cache_load_factor=self.load_factor(option) or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),

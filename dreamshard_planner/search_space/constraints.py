@@ -21,10 +21,10 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
-from dreamshard_planner.search_space.modules import ShardableTable, exchange_codecs, is_mean, output_type
+from dreamshard_planner.search_space.modules import ShardableTable
 from dreamshard_planner.search_space.options import refused, tower_refused
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.replica_rules import replicas_follow
+from dreamshard_planner.search_space.replica_rules import in_backward_arguments, why_not_replicas
 from dreamshard_planner.search_space.sharding_types import (
     KERNELS,
     KEY_VALUE,
@@ -40,7 +40,7 @@ from dreamshard_planner.search_space.sharding_types import (
     serves,
 )
 from dreamshard_planner.support.formatting import checked, nearest
-from dreamshard_planner.torchrec_components.compat import grid_takes_varied_batches, optimizer_name
+from dreamshard_planner.torchrec_components.compat import grid_takes_varied_batches
 
 NOT_OFFERED = "the sharder does not offer it"
 NO_SUCH_TYPE = "there is no such type"
@@ -77,18 +77,18 @@ class AllowedTypes:
 
     def facts(self, table: ShardableTable, constraint: ParameterConstraints) -> TableFacts:
         """Return the facts that decide which sharding types a table may have."""
-        owner, params = table.owner, table.owner.fused_params(constraint.output_dtype)
-        attached = self.optimizers_attached
+        owner, parameter, attached = table.owner, table.parameter, self.optimizers_attached
+        arguments = in_backward_arguments(parameter, owner.fused_params(constraint.output_dtype))
         return TableFacts(
             compute_device=self.topology.compute_device,
-            optimizer=optimizer_name(table.parameter, params),
-            weight_bytes=table.parameter.dtype.itemsize,
-            is_mean=is_mean(table.config),
+            optimizer=table.optimizer,
+            weight_bytes=parameter.dtype.itemsize,
+            is_mean=table.is_mean,
             is_weighted=bool(constraint.is_weighted) or owner.weighted_batches or owner.is_weighted,
             is_sequence=owner.is_sequence,
-            bag_mode=table.owner.module.mode if isinstance(table.owner.module, nn.EmbeddingBag) else None,
+            bag_mode=owner.module.mode if isinstance(owner.module, nn.EmbeddingBag) else None,
             attached=attached,
-            replicas_follow=attached and replicas_follow(table.parameter, params, table.owner.module),
+            replicas_follow=attached and why_not_replicas(arguments, parameter.dtype, owner.module) is None,
             quantized=table.quantized,
             varied_batches=bool(constraint.batch_sizes) or owner.varied_batches,
             grid_takes_varied_batches=grid_takes_varied_batches(),
@@ -109,8 +109,8 @@ class AllowedTypes:
         offered = {one for one in supported if not only or {*only} & {*sharder.compute_kernels(one, device)}}
         # A sharder, or kernels of a constraint, that leave nothing else are consent as a constraint's types are.
         exact = self.exact_training and any(kind in SHARDING_TYPES and kind not in changes for kind in offered)
-        exchanges = self.topology.world_size > 1 and not exchange_codecs(sharder)
-        output = output_type(table.owner.fused_params(constraint.output_dtype))
+        exchanges = self.topology.world_size > 1 and not table.owner.exchange_codecs
+        output = table.owner.output_type(constraint.output_dtype)
         uneven = facts.quantized is None and exchanges and output != torch.float32
         ruled_out = {**impossible_types(self.topology), **(self.legal.left_out(table.fqn) if self.legal else {})}
         processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.owner.module))
@@ -236,7 +236,7 @@ def _keep_means_apart(
         modules.setdefault(table.owner.path, []).append(table)
     for members in modules.values():
         types = {table.name: constraints[table.name].sharding_types or [] for table in members}
-        means = [table for table in members if is_mean(table.config)]
+        means = [table for table in members if table.is_mean]
         in_rows = any(LATE_MEANS.issuperset(types[table.name]) for table in means)
         whole = [table for table in members if LATE_MEANS.isdisjoint(types[table.name])]
         why = f"{MIXED_MEAN} (sharding_types=['row_wise'] in its constraint puts all tables of the module in rows)"
@@ -338,7 +338,7 @@ def planning_constraints(
             raise tower_refused(table.fqn)
         by_name.setdefault(table.name, []).append(table)
         output_dtype = getattr(expanded.get(table.name), "output_dtype", None)
-        outputs.setdefault(table.owner.path, []).append(output_type(table.owner.fused_params(output_dtype)))
+        outputs.setdefault(table.owner.path, []).append(table.owner.output_type(output_dtype))
     enough = 2 * allowed.topology.world_size  # whole tables of a type leave no rank without one; a plan is checked
     everywhere = {path for path, types in outputs.items() if len(types) >= enough and len({*types}) == 1}
     planned: list[ShardableTable] = []

@@ -30,7 +30,7 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.modules import exchange_codecs, fused_params, output_type, shardable_tables
+from dreamshard_planner.search_space.modules import TableModule, shardable_tables
 from dreamshard_planner.search_space.options import (
     EnumeratedOption,
     OwnOption,
@@ -396,10 +396,11 @@ def mixed_exchanges(
     sharder_of = {sharder_name(sharder.module_type): sharder for sharder in sharders}
     exchanged: dict[tuple[str, str], list[tuple[ShardingOption, torch.dtype]]] = {}
     for option in plan:
-        sharder = sharder_of.get(sharder_name(type(option.module[1])))
+        path, module = option.module
+        owner = TableModule(path, module, sharder_of.get(sharder_name(type(module))))
         alike = type_of(option).is_replicated or serves(option.compute_kernel)
-        if not alike and not exchange_codecs(sharder):
-            output = output_type(fused_params(option.module[1], sharder, option.output_dtype))
+        if not alike and not owner.exchange_codecs:
+            output = owner.output_type(option.output_dtype)
             exchanged.setdefault((option.path, option.sharding_type), []).append((option, output))
     texts = []
     for (path, kind), tables in exchanged.items():

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,12 @@ from dreamshard_planner.search_space.sharding_types import (
     Quantized,
 )
 from dreamshard_planner.support.formatting import some_of
-from dreamshard_planner.torchrec_components.compat import optimizer_name, sharder_of_tables
+from dreamshard_planner.torchrec_components.compat import optimizer_classes, optimizer_name, sharder_of_tables
 from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.lookups import FeatureStatistics
 
+WithOptimizer = FusedEmbeddingBagCollection | FusedEmbeddingCollection
+"""Modules with an optimizer of their own, which they keep for any sharding type."""
 DIM_STEP = 4
 """FBGEMM's kernels read four columns at once."""
 MAX_MEANT_DIM = 8192
@@ -90,41 +92,6 @@ def without_weights(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Modul
     return copied(module, False)
 
 
-def brings_optimizer(module: nn.Module) -> TypeGuard[FusedEmbeddingBagCollection | FusedEmbeddingCollection]:
-    """Return whether the module has its own optimizer, which it keeps for any sharding type."""
-    return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
-
-
-def exchange_codecs(sharder: ModuleSharder[nn.Module] | None) -> dict[str, Any]:
-    """Return the codecs that quantize a module's exchanges, by TorchRec's name of the exchange."""
-    return getattr(sharder_of_tables(sharder), "qcomm_codecs_registry", None) or {}
-
-
-def fused_params(
-    module: nn.Module, sharder: ModuleSharder[nn.Module] | None, output_dtype: DataType | None = None
-) -> dict[str, Any]:
-    """Return the fused kernels' arguments, from sharder, module and a table's constraint; outputs as ``SparseType``."""
-    given = getattr(sharder_of_tables(sharder), "fused_params", None) or {}
-    output = given.get("output_dtype") if output_dtype is None else output_dtype
-    if isinstance(output, DataType):
-        given = given | {"output_dtype": data_type_to_sparse_type(output)}
-    if not brings_optimizer(module):
-        return given
-    optimizer, _ = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())
-    return given | {"optimizer": optimizer}
-
-
-def output_type(params: Mapping[str, Any]) -> torch.dtype:
-    """Return the output type of fused kernels with these arguments, float32 by default."""
-    output = params.get("output_dtype")
-    return torch.float32 if output is None else output.as_dtype()
-
-
-def is_mean(config: Any) -> bool:
-    """Return whether a table's config asks for mean pooling."""
-    return getattr(config, "pooling", None) is PoolingType.MEAN
-
-
 @dataclass(frozen=True, eq=False)
 class TableModule:
     """A module whose tables TorchRec shards, with facts that its tables share."""
@@ -174,14 +141,26 @@ class TableModule:
         return any(isinstance(child, remapping) for child in self.module.modules())
 
     def fused_params(self, output_dtype: DataType | None = None) -> dict[str, Any]:
-        """Return arguments of its fused kernels, see :func:`fused_params`."""
-        if output_dtype not in self._fused_params:
-            self._fused_params[output_dtype] = fused_params(self.module, self.sharder, output_dtype)
-        return self._fused_params[output_dtype]
+        """Return arguments of its fused kernels, from sharder, module and a table's constraint; outputs as
+        ``SparseType``."""
+        given = getattr(sharder_of_tables(self.sharder), "fused_params", None) or {}
+        output = given.get("output_dtype") if output_dtype is None else output_dtype
+        if isinstance(output, DataType):
+            given = given | {"output_dtype": data_type_to_sparse_type(output)}
+        if isinstance(self.module, WithOptimizer):
+            made = self.module.optimizer_type(), self.module.optimizer_kwargs()
+            given = given | {"optimizer": convert_optimizer_type_and_kwargs(*made)[0]}
+        return given
 
-    @cached_property
-    def _fused_params(self) -> dict[DataType | None, dict[str, Any]]:
-        return {}
+    def output_type(self, output_dtype: DataType | None = None) -> torch.dtype:
+        """Return the type of its fused kernels' outputs, float32 by default."""
+        output = self.fused_params(output_dtype).get("output_dtype")
+        return torch.float32 if output is None else output.as_dtype()
+
+    @property
+    def exchange_codecs(self) -> dict[str, Any]:
+        """Codecs that quantize its exchanges, by TorchRec's name of the exchange."""
+        return getattr(sharder_of_tables(self.sharder), "qcomm_codecs_registry", None) or {}
 
 
 @dataclass(frozen=True)
@@ -209,6 +188,21 @@ class ShardableTable:
     def feature_names(self) -> tuple[str, ...]:
         """Names of its features; empty if the module has no configs."""
         return () if self.config is None else tuple(self.config.feature_names)
+
+    @property
+    def is_mean(self) -> bool:
+        """True if its config asks for mean pooling."""
+        return getattr(self.config, "pooling", None) is PoolingType.MEAN
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True if it was given an in-backward optimizer."""
+        return bool(optimizer_classes(self.parameter) or self.owner.fused_params().get("optimizer"))
+
+    @property
+    def optimizer(self) -> str:
+        """FBGEMM's name of its in-backward optimizer, by default SGD's."""
+        return optimizer_name(self.parameter, self.owner.fused_params())
 
     @property
     def quantized(self) -> Quantized | None:
@@ -350,18 +344,16 @@ def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) 
     types = constraint.sharding_types
     if types and all(kind in SHARDING_TYPES and SHARDING_TYPES[kind].is_replicated for kind in types):
         return  # without fused kernels
-    params = table.owner.fused_params(constraint.output_dtype)
-    output = str(output_type(params)).removeprefix("torch.")
+    output = str(table.owner.output_type(constraint.output_dtype)).removeprefix("torch.")
     if output not in CPU_OUTPUTS:
         yield (
             f"has outputs of {output}, and FBGEMM's fused kernels on CPUs give "
             f"{' and '.join(CPU_OUTPUTS)}: leave output_dtype out of its constraint and its sharder's fused_params, or "
             "train it on GPUs"
         )
-    optimizer = optimizer_name(table.parameter, params)
-    if optimizer not in CPU_OPTIMIZERS:
+    if table.optimizer not in CPU_OPTIMIZERS:
         yield (
-            f"has the in-backward optimizer {optimizer}, and FBGEMM's CPU kernels have {known}: "
+            f"has the in-backward optimizer {table.optimizer}, and FBGEMM's CPU kernels have {known}: "
             "DistributedModelParallel would end in an AssertionError. Apply one of these, or train it on "
             "GPUs"
         )

@@ -98,11 +98,6 @@ DENSE_KERNELS = (
 """Warning of cut tables with a dense kernel, which TorchRec gives tables without an in-backward optimizer."""
 
 
-def replicas_follow(parameter: Tensor, fused_params: Mapping[str, Any] | None, module: nn.Module) -> bool:
-    """Return whether replicas of an unsharded table can follow its in-backward optimizer."""
-    return why_not_replicas(in_backward_arguments(parameter, fused_params), parameter.dtype, module) is None
-
-
 def replica_rule(arguments: Mapping[str, Any]) -> ReplicaRule | None:
     """Return the rule of a fused kernel's optimizer, or None."""
     optimizer = arguments.get("optimizer")

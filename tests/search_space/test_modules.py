@@ -20,8 +20,8 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
 
 from dreamshard_planner.search_space.modules import (
+    TableModule,
     doubtful_tables,
-    exchange_codecs,
     shardable_tables,
     without_weights,
 )
@@ -59,9 +59,9 @@ def test_sharders_around_a_sharder_are_read_as_it() -> None:
     """ITEP's do not show the optimizer that tables are trained with."""
     outer = ITEPEmbeddingBagCollectionSharder(ebc_sharder=ADAGRAD)
     assert sharder_of_tables(outer) is ADAGRAD and sharder_of_tables(ADAGRAD) is ADAGRAD
-    assert exchange_codecs(outer) is ADAGRAD.qcomm_codecs_registry and not exchange_codecs(None)
     inside = collection(table("t", 10_000, 256))
     model = nn.Sequential(ITEPEmbeddingBagCollection(inside, GenericITEPModule({"t": 20_000})))
+    assert TableModule("0", model[0], outer).exchange_codecs is ADAGRAD.qcomm_codecs_registry
     made = planned(model, [outer], topology=topology(4, device="cuda"))
     (read,) = made.saved_plan().inputs.tables.values()
     assert read.optimizer == "exact_rowwise_adagrad"
