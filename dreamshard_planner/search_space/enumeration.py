@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -37,6 +38,7 @@ from dreamshard_planner.search_space.options import (
     by_table,
     counted,
     fqn_of,
+    places_of,
     ranks_of,
     refused,
     runs_of,
@@ -176,22 +178,21 @@ def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[Ow
     fixed = spec.span != "rank" or isinstance(option.module[1], EmbeddingCollection | nn.EmbeddingBag)
     if fixed or not spec.splits_columns or not is_known(option.compute_kernel):
         return []
-    if option.num_shards == 1:
-        width = option.shards[0].size[1]
-        even = width % (2 * COLUMNS_APART) == 0 and width // 2 >= LEAST_HALF
-        return [_sliced(Halves, option, [width // 2] * 2)] if even and option.name not in asked else []
-    wider, merged = [], 2
-    while 2 * merged <= option.num_shards:
-        if option.num_shards % merged == 0:
-            widths = [shard.size[1] for shard in option.shards]
-            joined = [sum(widths[start : start + merged]) for start in range(0, len(widths), merged)]
-            wider.append(_sliced(OwnOption, option, joined))
-        merged *= 2
-    return wider
+    widths = [size[1] for _, size in places_of(option)]
+    if len(widths) == 1:
+        half, rest = divmod(widths[0], 2)
+        even = half % COLUMNS_APART == rest == 0 and half >= LEAST_HALF
+        return [_sliced(Halves, option, [half, half])] if even and option.name not in asked else []
+    merged = (2**power for power in range(1, len(widths).bit_length() - 1))
+    return [
+        _sliced(OwnOption, option, np.reshape(widths, (-1, count)).sum(1).tolist())
+        for count in merged
+        if len(widths) % count == 0
+    ]
 
 
 def _sliced(kind: type[Own], option: EnumeratedOption, widths: Sequence[int]) -> Own:
-    result, rows = kind.of(option), option.shards[0].size[0]
+    result, rows = kind.of(option), runs_of(option)[0].first.size[0]
     starts = accumulate(widths[:-1], initial=0)
     result.shards = [Shard([rows, width], [0, start]) for width, start in zip(widths, starts, strict=True)]
     return result
@@ -242,43 +243,54 @@ def _with_share(option: ShardingOption, share: float) -> OwnOption:
     return result
 
 
+def _fitting(
+    options: Sequence[ShardingOption],
+    fits: Callable[[ShardingOption], bool],
+    why: Callable[[Sequence[ShardingOption]], str],
+) -> list[ShardingOption]:
+    """Return the options that fit; PlannerError tells why a table with none has none."""
+    kept = [option for option in options if fits(option)]
+    left = by_table(kept)
+    for fqn, of_table in by_table(options).items():
+        if fqn not in left:
+            raise refused(f"table {fqn!r} {why(of_table)}")
+    return kept
+
+
 def as_constrained(
     search_space: Sequence[ShardingOption], constraints: Mapping[str, ParameterConstraints]
 ) -> list[ShardingOption]:
     """Return the options whose types the constraints allow, which a user's own enumerator does not know;
     PlannerError if a table has none."""
-    types: dict[str, set[str]] = {}
-    for name, constraint in constraints.items():
-        if constraint.sharding_types:
-            also = [kind for kind, spec in SHARDING_TYPES.items() if spec.runs_as in constraint.sharding_types]
-            types[name] = {*constraint.sharding_types, *also}
-    kept = [option for option in search_space if option.name not in types or option.sharding_type in types[option.name]]
-    left = by_table(kept)
-    for fqn, options in by_table(search_space).items():
-        if fqn not in left:
-            offered = sorted({option.sharding_type for option in options})
-            raise refused(
-                f"the enumerator offers table {fqn!r} only {', '.join(offered)}, and DreamShardPlanner may shard it "
-                f"{', '.join(sorted(constraints[options[0].name].sharding_types))}: give the planner the enumerator's "
-                "constraints as well"
-            )
-    return kept
+
+    def fits(option: ShardingOption) -> bool:
+        types = getattr(constraints.get(option.name), "sharding_types", None)
+        spec = SHARDING_TYPES.get(option.sharding_type)
+        return not types or option.sharding_type in types or (spec is not None and spec.runs_as in types)
+
+    def why(options: Sequence[ShardingOption]) -> str:
+        offered, allowed = {option.sharding_type for option in options}, constraints[options[0].name].sharding_types
+        return (
+            f"is offered only {', '.join(sorted(offered))} by the enumerator, and DreamShardPlanner may shard it "
+            f"{', '.join(sorted(allowed or ()))}: give the planner the enumerator's constraints as well"
+        )
+
+    return _fitting(search_space, fits, why)
 
 
 def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
     """Return the options that run; of options that run alike, one. PlannerError if a table has none, or only slices
     of another width than its EmbeddingCollection's."""
-    usable: dict[str, list[ShardingOption]] = {}
-    for fqn, options in by_table(search_space).items():
-        runs = [option for option in options if broken_cut(option, compute_device) is None]
-        if not runs:
-            why = "; ".join(sorted({f"{o.sharding_type}: {broken_cut(o, compute_device)}" for o in options}))
-            raise refused(
-                f"table {fqn!r} may only be sharded in ways that TorchRec cannot run ({why}): allow another type in "
-                "its ParameterConstraints.sharding_types, or another kernel in compute_kernels."
-            )
-        usable[fqn] = runs
-    return _one_width_per_collection(_without_lone_parts(usable))
+
+    def why(options: Sequence[ShardingOption]) -> str:
+        reasons = sorted({f"{option.sharding_type}: {broken_cut(option, compute_device)}" for option in options})
+        return (
+            f"may only be sharded in ways that TorchRec cannot run ({'; '.join(reasons)}): allow another type in its "
+            "ParameterConstraints.sharding_types, or another kernel in compute_kernels."
+        )
+
+    running = _fitting(search_space, lambda option: broken_cut(option, compute_device) is None, why)
+    return _one_width_per_collection(_without_lone_parts(running))
 
 
 def broken_cut(option: ShardingOption, compute_device: str) -> str | None:
@@ -322,67 +334,54 @@ def misses_rows(option: ShardingOption) -> bool:
     return False
 
 
-def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, list[ShardingOption]]:
+def _without_lone_parts(options: Sequence[ShardingOption]) -> list[ShardingOption]:
     """Leave out options of one slice or block unless they share kernel and exchange with others of their type.
 
     Alone, such an option is the whole table with a kernel and an exchange of its own. In an EmbeddingCollection it
     would have to be as wide as the others, so it is left out.
     """
-    lone: set[int] = set()
-    for options in tables.values():
-        whole = {option.compute_kernel for option in options if type_of(option).is_whole}
-        parts = (option for option in options if option.num_shards == 1 and not type_of(option).is_whole)
-        lone.update(id(option) for option in parts if option.compute_kernel in whole)
-    every = chain.from_iterable(tables.values())
-    shared = {(option.path, option.sharding_type) for option in every if id(option) not in lone}
-    kept = {}
-    for fqn, options in tables.items():
-        left = [option for option in options if id(option) not in lone]
-        kept[fqn] = left + [  # last, so that ties go to whole tables
-            option
-            for option in options
-            if id(option) in lone
-            and (option.path, option.sharding_type) in shared
-            and not isinstance(option.module[1], EmbeddingCollection)
-        ]
-    return kept
+    whole = {(option.fqn, option.compute_kernel) for option in options if type_of(option).is_whole}
+    kept, lone = list[ShardingOption](), list[ShardingOption]()
+    for option in options:
+        is_part = option.num_shards == 1 and not type_of(option).is_whole
+        (lone if is_part and (option.fqn, option.compute_kernel) in whole else kept).append(option)
+    shared = {(option.path, option.sharding_type) for option in kept}
+    return kept + [  # last, so that ties go to whole tables
+        option
+        for option in lone
+        if (option.path, option.sharding_type) in shared and not isinstance(option.module[1], EmbeddingCollection)
+    ]
 
 
-def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
+def _one_width_per_collection(options: Sequence[ShardingOption]) -> list[ShardingOption]:
     """Keep one width of column slices per EmbeddingCollection, since TorchRec cannot mix widths.
 
     This is the width with most weights among tables that can only be split by columns, else among all.
     """
 
-    def in_slices(option: ShardingOption) -> bool:
-        return type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)
+    def width(option: ShardingOption) -> int | None:
+        in_slices = type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)
+        return counted(option)[0][0].size[1] if in_slices else None
 
+    free = {option.fqn for option in options if not type_of(option).splits_columns}
     weights: dict[str, Counter[tuple[bool, int]]] = {}
-    for options in tables.values():
-        is_forced = all(type_of(option).splits_columns for option in options)
-        for option in filter(in_slices, options):
-            width = counted(option)[0][0].size[1]
-            weights.setdefault(option.path, Counter())[is_forced, width] += option.tensor.numel()
-    common = {}
-    for path, of_width in weights.items():
-        widths = {width: of_width[True, width] for forced, width in of_width if forced}
-        widths = widths or {width: of_width[False, width] for _, width in of_width}
-        common[path] = max(widths, key=lambda width: (widths[width], -width))
-    kept = []
-    for fqn, options in tables.items():
-        fitting = [
-            option
-            for option in options
-            if not in_slices(option) or {shard.size[1] for shard, _ in counted(option)} == {common[option.path]}
-        ]
-        if not fitting:
-            raise refused(
-                f"table {fqn!r} may only be sharded column_wise, in slices of another width than "
-                f"the {common[options[0].path]} of other tables of its EmbeddingCollection, which TorchRec "
-                "can't mix: give them the same min_partition, or allow another sharding type."
-            )
-        kept += fitting
-    return kept
+    for option in options:
+        if (columns := width(option)) is not None:
+            weights.setdefault(option.path, Counter())[option.fqn not in free, columns] += option.tensor.numel()
+    common = {
+        path: max(of_width, key=lambda one: (one[0], of_width[one], -one[1]))[1] for path, of_width in weights.items()
+    }
+    return _fitting(
+        options,
+        lambda option: (
+            width(option) is None or {shard.size[1] for shard, _ in counted(option)} == {common[option.path]}
+        ),
+        lambda options: (
+            f"may only be sharded column_wise, in slices of another width than the {common[options[0].path]} of other "
+            "tables of its EmbeddingCollection, which TorchRec can't mix: give them the same min_partition, or allow "
+            "another sharding type."
+        ),
+    )
 
 
 def mixed_exchanges(

@@ -116,7 +116,8 @@ def test_a_given_enumerator_does_not_undo_exact_training() -> None:
         assert made.plan(model, SHARDERS).plan[""]["t"].sharding_type in expected
     only = EmbeddingEnumerator(devices, 64, constraints)
     with pytest.raises(
-        PlannerError, match="'t' only column_wise, and .* row_wise, .*: give the planner the enumerator's"
+        PlannerError,
+        match="'t' is offered only column_wise by the enumerator, and .* row_wise, .*: give the planner the enumerator's",
     ):
         planner(topology=devices, enumerator=only).plan(model, SHARDERS)
 
