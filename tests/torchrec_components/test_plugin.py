@@ -115,10 +115,7 @@ def test_a_given_enumerator_does_not_undo_exact_training() -> None:
         made = planner(topology=devices, constraints=constraints, **given)
         assert made.plan(model, SHARDERS).plan[""]["t"].sharding_type in expected
     only = EmbeddingEnumerator(devices, 64, constraints)
-    with pytest.raises(
-        PlannerError,
-        match="'t' is offered only column_wise by the enumerator, and .* row_wise, .*: give the planner the enumerator's",
-    ):
+    with pytest.raises(PlannerError, match="'t' is offered only column_wise by the enumerator, and .* row_wise, "):
         planner(topology=devices, enumerator=only).plan(model, SHARDERS)
 
 
