@@ -89,9 +89,10 @@ def learn_from(folder: Path, run_id: str) -> dict[str, str]:
     told = {"learned": choice.learned_from(checkpoint)}
     if run.plan is not None:
         told |= _remember(observation, run, run.plan, checkpoint)
-    tables = [(one.stat().st_mtime, one) for one in (choice.home() / "tables").glob("*")]
-    for _, one in sorted(tables, reverse=True)[TABLES:]:
-        shutil.rmtree(one, ignore_errors=True)
+    with suppress(FileNotFoundError):  # trainings on other hardware remove some as well
+        tables = [(one.stat().st_mtime, one) for one in (choice.home() / "tables").glob("*")]
+        for _, one in sorted(tables, reverse=True)[TABLES:]:
+            shutil.rmtree(one, ignore_errors=True)
     return told
 
 
@@ -146,7 +147,11 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
     steps_ms: dict[str, float] = {}
     plans: dict[str, SavedPlan] = {}
     for one in sorted(observation.runs, key=attrgetter("started"), reverse=True):
-        if one.plan is not None and Remembered.of_plan(one.plan, observation.hardware) == remembered:
+        if (
+            one.plan is not None
+            and Remembered.of_plan(one.plan, observation.hardware) == remembered
+            and _alike(_samples(one, one.plan), _samples(run, plan))  # else steps do not compare
+        ):
             key = sharding_key(one.plan.sharding)
             steps_ms.setdefault(key, one.step_ms)
             plans.setdefault(key, one.plan)
@@ -169,14 +174,21 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
 
 def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) -> tuple[SavedPlan, float, float]:
     """Return a plan for what a run observed, with predicted costs of the run's plan and of it."""
-    planned, job = plan.inputs.batch_size, job_of(plan, run.statistics)
-    samples = batch_size_of(run.statistics) or planned
-    if max(samples, planned) <= SAME_BATCH * min(samples, planned):
-        samples = planned
-    planner = replace(job, batch_size=samples, settings={**job.settings, "checkpoint": checkpoint}).plan()
+    job, samples = job_of(plan, run.statistics), _samples(run, plan)
+    batch_size = job.batch_size if _alike(samples, job.batch_size) else samples
+    planner = replace(job, batch_size=batch_size, settings={**job.settings, "checkpoint": checkpoint}).plan()
     made = planner.saved_plan()
     better = replace(made, inputs=as_in_file(made.inputs, plan))
     return better, planner.predict(plan).total_ms, made.predicted.chosen.total_ms
+
+
+def _samples(run: ObservedRun, plan: SavedPlan) -> int:
+    """Return the samples of a run's local batch, by its plan if it has counted none."""
+    return batch_size_of(run.statistics) or plan.inputs.batch_size
+
+
+def _alike(samples: int, others: int) -> bool:
+    return max(samples, others) <= SAME_BATCH * min(samples, others)
 
 
 if __name__ == "__main__":

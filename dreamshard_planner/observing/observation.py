@@ -318,7 +318,7 @@ class Observation:
         known = next((topology_arguments(plan.inputs.topology) for plan in plans), {})
         ranks, device = first.world_size, str(self.hardware["device"])
         cards = (str(self.hardware["name"]),) if device == "cuda" else ()
-        return make_topology(ranks, device, ranks // first.hosts, **{**known, "cards": cards})
+        return make_topology(ranks, device, -(-ranks // first.hosts), **{**known, "cards": cards})
 
     def save(self, path: str | Path) -> None:
         """Write a file for :meth:`load`; raises FileError if it cannot be written."""

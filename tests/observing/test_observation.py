@@ -50,6 +50,8 @@ def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     assert Observation.load_all([tmp_path / "seen.json"]) == whole
     assert Observation.load_all([tmp_path / "seen.1.json", tmp_path / "seen.0.json"]).runs == whole.runs
     assert whole.title == "2 runs, 16 steps"
+    uneven = replace(whole, runs=(replace(whole.runs[0], world_size=5, hosts=2),))
+    assert uneven.topology.local_world_size == 3
     told = run_json("info", tmp_path / "seen.json")
     assert told["kind"] == "observation" and told["runs"] == "2 entries"
     for name in ("[seen]", "seen*.json"):

@@ -123,9 +123,12 @@ def test_an_observed_plan_stays_unless_another_is_predicted_to_gain(all_on_one: 
     assert ("is predicted to gain 0.0 %, less than the 3 % by which costs may be off" in str(after.report())) == kept
 
 
-def _observe(plan: SavedPlan, name: str, step_ms: float, world_size: int = 2) -> tuple[Path, str]:
+def _observe(
+    plan: SavedPlan, name: str, step_ms: float, world_size: int = 2, batch_size: int = BATCH
+) -> tuple[Path, str]:
     """Write the files of a run whose kernels teach nothing; its plan has the first two ranks."""
-    ranks = tuple(rank_steps(0, rank, dict(STATISTICS), step=(step_ms,) * 8) for rank in range(2))
+    counted = dict(statistics(factor=30.0, batch_size=batch_size))
+    ranks = tuple(rank_steps(0, rank, counted, step=(step_ms,) * 8) for rank in range(2))
     run = ObservedRun(name, f"2026-11-2{name}", world_size, 1, "gloo", plan, {}, ranks)
     hardware = describe_hardware("cpu", torch.get_num_threads())
     folder = choice.home() / "runs" / choice.place(hardware, world_size)
@@ -148,6 +151,13 @@ def test_a_better_plan_is_known_after_a_run_and_not_told_once_observed() -> None
     told = learn_from(*_observe(better, "2", 2 * planner.predict(slow).total_ms, world_size=4))
     assert "better" not in told and planner.best_known() is None
     assert started(batch_size=BATCH).saved_plan().sharding == slow.sharding  # which was observed to be faster
+
+
+def test_steps_of_other_batch_sizes_do_not_compare() -> None:
+    planned = started(batch_size=BATCH).saved_plan()
+    learn_from(*_observe(on_one_rank(planned), "1", 10.0, batch_size=BATCH // 4))
+    learn_from(*_observe(planned, "2", 100.0))
+    assert started(batch_size=BATCH).saved_plan().sharding == planned.sharding
 
 
 def test_old_runs_are_removed_and_damaged_ones_left_out(home: Path) -> None:
