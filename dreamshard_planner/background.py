@@ -22,10 +22,11 @@ from operator import attrgetter
 from pathlib import Path
 
 import torch
+from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.errors import CalibrationRefused, ObservationError
+from dreamshard_planner.errors import CalibrationRefused, DreamShardError, ObservationError
 from dreamshard_planner.observing.learning import kernels_off, learn
 from dreamshard_planner.observing.observation import Observation, ObservedRun, files_of
 from dreamshard_planner.offline.from_plan import as_in_file, job_of
@@ -159,7 +160,11 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
     remembered.remember(run.statistics or None, steps_ms, fastest)
     if not run.statistics:
         return {}
-    better, before_ms, after_ms = _planned_again(run, plan, checkpoint)
+    try:
+        better, before_ms, after_ms = _planned_again(run, plan, checkpoint)
+    except (DreamShardError, PlannerError) as error:  # such as hosts of unequal ranks
+        logger.warning("no better plan is looked for: %s", error)
+        return {}
     now_ms, then_ms = run.step_ms, run.step_ms - (before_ms - after_ms)
     worth_it = after_ms <= (1 - least_gain(checkpoint)) * before_ms and then_ms <= (1 - LEAST_GAIN) * now_ms
     if not worth_it or sharding_key(better.sharding) in steps_ms:

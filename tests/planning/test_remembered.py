@@ -160,6 +160,15 @@ def test_steps_of_other_batch_sizes_do_not_compare() -> None:
     assert started(batch_size=BATCH).saved_plan().sharding == planned.sharding
 
 
+def test_a_run_that_cannot_be_planned_again_still_teaches() -> None:
+    planned = started(batch_size=BATCH).saved_plan()
+    none = {kind: (1, 1) for kind in planned.inputs.topology.memory_bytes}
+    full = replace(planned.inputs, topology=replace(planned.inputs.topology, memory_bytes=none))
+    with warned("background") as told:
+        assert learn_from(*_observe(replace(planned, inputs=full), "1", 100.0)) == {"learned": ""}
+    assert "no better plan is looked for: " in told[-1] and remembered().statistics() is not None
+
+
 def test_old_runs_are_removed_and_damaged_ones_left_out(home: Path) -> None:
     plan = started(batch_size=BATCH).saved_plan()
     for name in "123456789":
