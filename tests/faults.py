@@ -6,7 +6,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,17 @@ def ended(*processes: BaseProcess) -> list[int]:
         process.kill()
     assert not hanging, f"{len(hanging)} of {len(processes)} processes hang"
     return [process.exitcode for process in processes]
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows further, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def dreamshard(arguments: Sequence[str], stderr: Path, file_bytes: int | None = None) -> None:

@@ -10,7 +10,6 @@ import os
 import pickle
 import resource
 import signal
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from dreamshard_planner.across_plans import reading, state_dicts
 from dreamshard_planner.across_plans.reading import BoundedReader, describe
 from dreamshard_planner.errors import FileError
 from tests.cli.test_commands import run, run_json
-from tests.faults import ended, start
+from tests.faults import ended, files_up_to, start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -202,14 +201,11 @@ def test_tables_of_another_size_and_folders_without_a_checkpoint_are_named(tmp_p
         load_across_plans(zeros_like(state), tmp_path / "nowhere")
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     state = {"model": {WEIGHT: torch.zeros(3000, DIM)}}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    request.addfinalizer(partial(resource.setrlimit, resource.RLIMIT_FSIZE, limits))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     for target, why in ((tmp_path / "file/new", "Not a directory"), (tmp_path / "full", "File too large")):
-        with pytest.raises(FileError, match=f"{target}: cannot be written: {why}"):
+        with files_up_to(100_000), pytest.raises(FileError, match=f"{target}: cannot be written: {why}"):
             save_across_plans(state, target)
         assert not target.exists()
 

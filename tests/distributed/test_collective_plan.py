@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank
-from small_models import collection, planner, table
+from small_models import collection, planner, table, topology
 from tiny import SHARDERS, TinyModel, make_planner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -46,30 +46,26 @@ from tests.counted import counted
 from tests.faults import ended, start, wait_for
 
 
-def _planned(planner: DreamShardPlanner, rank: Rank, sharders: Sequence[Any] = SHARDERS) -> str:
+def _planned(made: DreamShardPlanner, sharders: Sequence[Any] = SHARDERS) -> str:
     try:
-        return str(planner.collective_plan(TinyModel(), list(sharders)))
+        return str(made.collective_plan(TinyModel(), list(sharders)))
     except (DreamShardError, OSError, PlannerError) as error:
         return str(error)
 
 
-def _topology(rank: Rank, more: int = 0, **memory: int) -> Topology:
-    return Topology(rank.world_size + more, rank.device.type, **memory)
-
-
-def _room(rank: Rank, size: int) -> dict[str, int]:
-    return {"hbm_cap" if rank.device.type == "cuda" else "ddr_cap": size}
+def _topology(rank: Rank, more: int = 0, memory: int = 2**34) -> Topology:
+    return topology(rank.world_size + more, memory, rank.device.type)
 
 
 def same_plan(rank: Rank) -> str:
-    return _planned(make_planner("dreamshard", rank), rank)
+    return _planned(make_planner("dreamshard", rank))
 
 
 def no_room(rank: Rank) -> str:
-    planner = DreamShardPlanner(effort="quick", topology=_topology(rank, **_room(rank, 1000)))
+    made = planner(topology=_topology(rank, memory=1000))
     gc.disable()  # what is gone then, is gone without a collection
     try:
-        planner.collective_plan(TinyModel(), list(SHARDERS))
+        made.collective_plan(TinyModel(), list(SHARDERS))
     except PlannerError as error:
         text, still_there = str(error), weakref.ref(error)
     # An error in a cycle keeps the process group alive until Python ends, and may abort it.
@@ -80,19 +76,17 @@ def no_room(rank: Rank) -> str:
 
 def plan_of_a_sharding_group(rank: Rank) -> str:
     """In 2D parallelism, all groups follow a plan for the ranks of one."""
-    return _planned(DreamShardPlanner(effort="quick", topology=Topology(rank.world_size // 2, rank.device.type)), rank)
+    return _planned(planner(topology=topology(rank.world_size // 2, device=rank.device.type)))
 
 
 def wrong_size(rank: Rank) -> str:
-    return _planned(DreamShardPlanner(effort="quick", topology=_topology(rank, more=1)), rank)
+    return _planned(planner(topology=_topology(rank, more=1)))
 
 
 def other_device(rank: Rank) -> str:
-    topology = Topology(rank.world_size, "cpu" if rank.device.type == "cuda" else "cuda")
+    other = planner(topology=topology(rank.world_size, device="cpu" if rank.device.type == "cuda" else "cuda"))
     with pytest.raises(DreamShardError) as caught:
-        DistributedModelParallel(
-            TinyModel(), device=rank.device, planner=DreamShardPlanner(topology=topology, effort="quick")
-        )
+        DistributedModelParallel(TinyModel(), device=rank.device, planner=other)
     return str(caught.value)
 
 
@@ -100,7 +94,7 @@ def other_rows(rank: Rank) -> str:
     """The rows of a table follow a rank's own data."""
     model = collection(table("t", 1000 + rank.rank))
     with pytest.raises(DreamShardError) as caught:
-        DreamShardPlanner(topology=_topology(rank)).collective_plan(model, list(SHARDERS))
+        planner(topology=_topology(rank)).collective_plan(model, list(SHARDERS))
     return str(caught.value)
 
 
@@ -132,9 +126,8 @@ def raised(rank: Rank) -> dict[str, str]:
         def fail(options: list, make=make) -> list:
             raise make()
 
-        planner = DreamShardPlanner(effort="quick", topology=_topology(rank), callbacks=[fail])
         try:
-            planner.collective_plan(TinyModel(), list(SHARDERS))
+            planner(topology=_topology(rank), callbacks=[fail]).collective_plan(TinyModel(), list(SHARDERS))
         except BaseException as error:
             kind = f" {error.error_type.name}" if isinstance(error, PlannerError) else ""
             found[name] = f"{type(error).__name__}{kind}: {error}"
@@ -145,18 +138,15 @@ def raised(rank: Rank) -> dict[str, str]:
 def ranks_given_other_things(rank: Rank) -> str:
     if rank.rank == 0:
         return same_plan(rank)
-    return _planned(
-        DreamShardPlanner(effort="quick", topology=_topology(rank, more=1, **_room(rank, 1000))), rank, sharders=()
-    )
+    return _planned(planner(topology=_topology(rank, more=1, memory=1000)), sharders=())
 
 
 def in_states(rank: Rank) -> list[str]:
     """Plans made where torch's ambient state is another one, and without."""
-    planner, model = make_planner("dreamshard", rank), TinyModel()
-    plans = []
+    made, model, plans = make_planner("dreamshard", rank), TinyModel(), []
     for state in (nullcontext(), torch.device("meta"), torch.inference_mode(), FakeTensorMode()):
         with state:
-            plans.append(str(planner.collective_plan(model, list(SHARDERS))))
+            plans.append(str(made.collective_plan(model, list(SHARDERS))))
     return plans
 
 
@@ -187,8 +177,8 @@ def hardware_of_each(rank: Rank) -> tuple[str, list[int]]:
     """Host memory of the ranks of the default topology, and the plan; only rank 0 plans without a topology."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "total_bytes", lambda: (rank.rank + 1) << 34)
-        planner = DreamShardPlanner(effort="quick", topology=None if rank.rank == 0 else _topology(rank), stats=[])
-        return _planned(planner, rank), [device.storage.ddr for device in planner._topology.devices]
+        made = planner(topology=None if rank.rank == 0 else _topology(rank))
+        return _planned(made), [device.storage.ddr for device in made._topology.devices]
 
 
 def hardware_unread(rank: Rank) -> str:
@@ -196,10 +186,10 @@ def hardware_unread(rank: Rank) -> str:
         raise OSError("no memory to tell")
 
     with pytest.MonkeyPatch.context() as patch:
-        planner = DreamShardPlanner(effort="quick", stats=[])
+        made = planner(topology=None)
         if rank.rank == 1:
             patch.setattr(ranks, "total_bytes", fail)
-        return _planned(planner, rank)
+        return _planned(made)
 
 
 def devices_by_default(rank: Rank) -> list[tuple[str, int, int]]:
@@ -207,8 +197,8 @@ def devices_by_default(rank: Rank) -> list[tuple[str, int, int]]:
     for sees_a_gpu in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda sees=sees_a_gpu: sees)
-            topology = DreamShardPlanner()._topology
-        found.append((topology.compute_device, topology.world_size, topology.local_world_size))
+            read = DreamShardPlanner()._topology
+        found.append((read.compute_device, read.world_size, read.local_world_size))
     return found
 
 
@@ -218,11 +208,11 @@ def pretended_cards(rank: Rank) -> str:
         patch.setattr(devices, "read_card", lambda: card)
         patch.setattr(devices, "device_of_ranks", lambda: "cuda")
         patch.setenv("LOCAL_WORLD_SIZE", "1")
-        planner = DreamShardPlanner(effort="quick", stats=[])
-        _planned(planner, rank)
+        made = planner(topology=None)
+        _planned(made)
     model = DistributedModelParallel(TinyModel(), device=rank.device)  # this job's own devices are CPUs
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-    return str(planner.report()) if rank.rank == 0 else ""
+    return str(made.report()) if rank.rank == 0 else ""
 
 
 EVERYWHERE = (
@@ -296,8 +286,7 @@ def test_hosts_that_torchrec_does_not_form_are_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     four = Topology(4, "cuda", local_world_size=on_host, pod_size=pods)
     rows = {"t": ParameterConstraints(sharding_types=["table_row_wise"])}
-    planner = DreamShardPlanner(effort="quick", topology=four, constraints=rows)
-    plan = planner.plan(collection(table("t")), list(SHARDERS))
+    plan = planner(topology=four, constraints=rows).plan(collection(table("t")), list(SHARDERS))
     with pytest.raises(DreamShardError, match=f"^t lie over 4 ranks each .*{says}") if says else nullcontext():
         ranks.check_hosts(plan, four)
 
@@ -391,10 +380,10 @@ def plan_on(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
-    planner = DreamShardPlanner(topology=Topology(world_size, "cpu"), callbacks=[pause], stats=[], effort="quick")
+    made = planner(topology=topology(world_size), callbacks=[pause])
     (folder / f"ready{rank}").touch()
     try:
-        planner.collective_plan(TinyModel(), list(SHARDERS))
+        made.collective_plan(TinyModel(), list(SHARDERS))
         outcome = "a plan"
     except BaseException as error:
         outcome = f"{type(error).__name__}: {error}"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from mixed import parts_of
 from ranks import Rank, run_on_ranks
-from small_models import collection, planned, table
+from small_models import collection, planned, planner, table
 from torch import nn
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
@@ -47,6 +47,8 @@ from tests.ways import saved_state
 
 TYPES = {"t0": TW, "t1": RW, "t2": CW, "t3": TW}
 CONSTRAINTS = {name: ParameterConstraints(sharding_types=[kind], min_partition=32) for name, kind in TYPES.items()}
+WORLD = Topology(world_size=4, local_world_size=2, compute_device="cpu")
+"""All ranks, and the sharding group as the host, as in the example of DMPCollection."""
 
 
 class Model(nn.Module):
@@ -144,12 +146,9 @@ def _moves(sharded: nn.Module, folder: Path) -> bool:
 def _train(rank: Rank, consecutive: bool, folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     groups = ShardingGroups(size=2, sync_interval=2, use_inter_host_allreduce=consecutive)
-    # As in the example of DMPCollection: all ranks, and the sharding group as the host.
-    topology = Topology(world_size=rank.world_size, local_world_size=2, compute_device="cpu")
-    given = {"topology": topology, "batch_size": 4, "sharding_groups": groups, "effort": "quick"}
-    planner = DreamShardPlanner(**given, constraints=CONSTRAINTS)
+    made = planner(topology=WORLD, batch_size=4, sharding_groups=groups, constraints=CONSTRAINTS)
     replicas: list[dist.ProcessGroup] = []
-    sharded = _sharded(rank, planner, groups, replicas)
+    sharded = _sharded(rank, made, groups, replicas)
     context = sharded._default_ctx
     replicas.append(context.replica_pg)
     sharded.sync()  # the same weights to begin with
@@ -165,7 +164,7 @@ def _train(rank: Rank, consecutive: bool, folder: Path) -> dict[str, Any]:
         "moves": _moves(sharded, folder),
         "bytes": sum(weights.nbytes for weights in before)
         + sum(state.nbytes for of_type in context.optimizer_tensors_by_dtype.values() for state in of_type),
-        "synced_bytes": planner.report().notes if rank.rank == 0 else (),
+        "synced_bytes": made.report().notes if rank.rank == 0 else (),
     }
 
 
@@ -174,14 +173,13 @@ def _replicate(rank: Rank) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     groups = ShardingGroups(size=2)
     constraints = CONSTRAINTS | {"t3": ParameterConstraints(sharding_types=[DP])}
-    topology = Topology(world_size=rank.world_size, local_world_size=2, compute_device="cpu")
-    given = {"topology": topology, "batch_size": 4, "sharding_groups": groups, "effort": "quick"}
-    planner = DreamShardPlanner(**given, constraints=constraints, optimizers_attached=True)
+    given = {"sharding_groups": groups, "constraints": constraints, "optimizers_attached": True}
+    made = planner(topology=WORLD, batch_size=4, **given)
     with pytest.raises(DreamShardError, match=r"topology has 2 ranks, and there are 4 .*DMPCollection"):
-        DistributedModelParallel(Model("meta"), device=torch.device("cpu"), planner=planner)
-    sharded = _sharded(rank, planner, groups, [])
+        DistributedModelParallel(Model("meta"), device=torch.device("cpu"), planner=made)
+    sharded = _sharded(rank, made, groups, [])
     attached = attach_optimizers(sharded)
-    with pytest.raises(ObservationError, match="2D parallelism"), observe(sharded, planner):
+    with pytest.raises(ObservationError, match="2D parallelism"), observe(sharded, made):
         pass
     (replica,) = (weights for name, weights in sharded.named_parameters() if name == "bags.embedding_bags.t3.weight")
     before, batch = replica.detach().clone(), _batch(rank)

@@ -2,10 +2,8 @@
 """Files are whole, have one writer at a time, and fail before the work rather than after it; progress."""
 
 import os
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,17 +18,7 @@ from dreamshard_planner.support.files import (
     write_whole,
 )
 from dreamshard_planner.support.formatting import progress_bar
-
-
-@contextmanager
-def files_up_to(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows further, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.faults import files_up_to
 
 
 def test_a_file_has_one_lock_at_a_time(tmp_path: Path) -> None:

@@ -40,19 +40,26 @@ def reuse_histogram(index_N: Tensor) -> tuple[Tensor, float]:
     return histogram_of_counts(torch.unique(index_N, return_counts=True)[1])
 
 
-def popularity(exponent: float, rows: int) -> Tensor:
-    """Chances of rows, hot first, by a power law, [R]."""
-    return (torch.arange(rows, dtype=torch.float64) + 1) ** -exponent
+ROWS, SAMPLES, POOLING, RANKS = 100_000, 256, 16, 8
 
 
-def drawn_rows(edge_R: Tensor, lookups: int, generator: torch.Generator) -> Tensor:
-    """Rows of as many lookups, [N], by the cumulated chances of rows."""
-    uniform_N = torch.rand(lookups, dtype=torch.float64, generator=generator) * edge_R[-1]
-    return torch.searchsorted(edge_R, uniform_N).clamp_max(len(edge_R) - 1)
+class PowerLaw:
+    """Random lookups of a table whose row popularity is a power law, with ids sorted by it, or shuffled."""
 
+    def __init__(self, rows: int = ROWS, exponent: float = 1.05, shuffled: bool = False, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.edge_R = ((torch.arange(rows, dtype=torch.float64) + 1) ** -exponent).cumsum(0)
+        self.id_R = torch.randperm(rows, generator=self.generator) if shuffled else torch.arange(rows)
 
-def zipf_indices(rows: int, exponent: float, lookups: int) -> Tensor:
-    return drawn_rows(popularity(exponent, rows).cumsum(0), lookups, torch.Generator().manual_seed(1))
+    def draw(self, lookups: int) -> Tensor:
+        uniform_N = torch.rand(lookups, dtype=torch.float64, generator=self.generator) * self.edge_R[-1]
+        return self.id_R[torch.searchsorted(self.edge_R, uniform_N).clamp_max(len(self.id_R) - 1)]
+
+    def statistics(self, name: str = "f", pooling: int = POOLING) -> TableStatistics:
+        lengths = torch.full((SAMPLES,), pooling)
+        return TableStatistics.from_batches(
+            KeyedJaggedTensor([name], self.draw(SAMPLES * pooling), lengths=lengths) for _ in range(10)
+        )
 
 
 def errors(indices: Tensor, rows: int, old: int, new: int) -> tuple[float, float]:
@@ -77,7 +84,7 @@ def test_histogram_by_hand() -> None:
 
 @pytest.mark.parametrize("rows, lookups", [(1, 100), (50, 1000), (10_000, 3000), (10**6, 50_000)])
 def test_drawn_indices_realise_a_histogram(rows: int, lookups: int) -> None:
-    histogram, distinct = reuse_histogram(zipf_indices(rows, 1.05, lookups))
+    histogram, distinct = reuse_histogram(PowerLaw(rows, seed=1).draw(lookups))
     drawn = draw_indices(histogram.tolist(), rows, lookups, torch.Generator().manual_seed(1), distinct)
     assert len(drawn) == lookups and 0 <= drawn.min() and drawn.max() < rows
     again, count = reuse_histogram(drawn)
@@ -116,7 +123,7 @@ def test_shared_tables_merge_their_features() -> None:
     ],
 )
 def test_other_batch_sizes_of_zipf_tables(rows: int, exponent: float, lookups: int, factor: int) -> None:
-    indices = zipf_indices(rows, exponent, lookups * factor)
+    indices = PowerLaw(rows, exponent, seed=1).draw(lookups * factor)
     for old, new in ((lookups, lookups * factor), (lookups * factor, lookups)):
         bin_error, distinct_error = errors(indices, rows, old, new)
         assert bin_error < 0.05 and distinct_error < 0.05
@@ -156,9 +163,8 @@ def test_shifted_histograms_have_the_mean_that_was_asked(histogram: tuple[float,
 @pytest.mark.parametrize(("exponent", "rows", "lookups"), [(0.0, 50_000, 20_000), (1.05, 50_000, 40_000)])
 @pytest.mark.parametrize("load_factor", [0.02, 0.3])
 def test_cache_hits_are_those_of_a_simulation(exponent: float, rows: int, lookups: int, load_factor: float) -> None:
-    generator = torch.Generator().manual_seed(2)
-    edge_R = popularity(exponent, rows).cumsum(0)
-    batches = [drawn_rows(edge_R, lookups, generator) for _ in range(30)]
+    data = PowerLaw(rows, exponent, seed=2)
+    batches = [data.draw(lookups) for _ in range(30)]
     simulated = simulated_hits(batches, rows, load_factor)
     histogram, distinct = reuse_histogram(batches[-1])
     hits = cache_hits([histogram.tolist()], [rows], [lookups], [distinct], [load_factor * rows])
@@ -195,27 +201,6 @@ def test_caches_of_everything_and_of_tables_that_nobody_reads() -> None:
     given = [ONE_READ] * 3, [100, 100, 100], [50.0, 0.0, 50.0], [50.0, 0.0, 50.0]
     hits = cache_hits(*given, [100.0, 10.0, 1e-3])
     assert hits.tolist()[:2] == [1.0, 1.0] and float(hits[2]) < 1e-3
-
-
-ROWS, SAMPLES, POOLING, RANKS = 100_000, 256, 16, 8
-
-
-class PowerLaw:
-    """Random lookups of a table whose row popularity is a power law, with ids sorted by it, or shuffled."""
-
-    def __init__(self, rows: int = ROWS, exponent: float = 1.05, shuffled: bool = False, seed: int = 0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.edge_R = popularity(exponent, rows).cumsum(0)
-        self.id_R = torch.randperm(rows, generator=self.generator) if shuffled else torch.arange(rows)
-
-    def draw(self, lookups: int) -> Tensor:
-        return self.id_R[drawn_rows(self.edge_R, lookups, self.generator)]
-
-    def statistics(self, name: str = "f", pooling: int = POOLING) -> TableStatistics:
-        lengths = torch.full((SAMPLES,), pooling)
-        return TableStatistics.from_batches(
-            KeyedJaggedTensor([name], self.draw(SAMPLES * pooling), lengths=lengths) for _ in range(10)
-        )
 
 
 def block_shares(read_N: Tensor, rows: int, blocks: int = RANKS) -> Tensor:
