@@ -523,7 +523,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             current = SavedPlan.load(current)
         steps = checked("steps", steps, 0)
         if max_bytes_moved is not None:
-            checked("max_bytes_moved", max_bytes_moved, 0, kind=Real)
+            max_bytes_moved = checked("max_bytes_moved", max_bytes_moved, 0, kind=Real)
         default = link_bytes_per_s(self._topology)
         rate = checked("bytes_per_s", default if bytes_per_s is None else bytes_per_s, kind=Real)
         restart_seconds = checked("restart_seconds", restart_seconds, 0, sys.float_info.max, Real)

@@ -150,6 +150,7 @@ def explain(model: ModelProblem, plan: AnyPlan, rank: int | None = None) -> Expl
     if isinstance(rank, bool | float) or rank not in range(len(chosen.rank_ms)):
         last = len(chosen.rank_ms) - 1
         raise PlannerError(f"there is no rank {rank!r}: the plan has ranks 0 to {last}", PlannerErrorType.OTHER)
+    rank = int(rank)  # perhaps NumPy's
     alone_ms = {entry.name: entry.on_rank_ms(rank) for entry in report.tables if rank in entry.ranks}
     alone_ms = dict(sorted(alone_ms.items(), key=lambda known: -known[1]))
     return Explanation(

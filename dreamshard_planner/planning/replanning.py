@@ -270,7 +270,7 @@ class Held:
         used = [1 + shard.rank for table in known.values() for shard in table.shards]
         ranks = range(saved.inputs.topology.world_size if saved else max([model.left.world_size, *used]))
         if odd := sorted(set(lost) - {*ranks}):
-            raise ValueError(f"there is no rank {odd[0]} to be lost: the plan that runs is for {len(ranks)} ranks")
+            raise ValueError(f"there is no rank {odd[0]!r} to be lost: the plan that runs is for {len(ranks)} ranks")
         left = [rank for rank in ranks if rank not in lost][: model.left.world_size]
         before, numbers = saved.inputs.tables if saved else tables, dict(zip(left, range(len(left)), strict=True))
         shards, whole = {}, {}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from dreamshard_planner.cost.problem import PlacementCosts
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.support.documents import STRICT, Amount, Count, Finite, Share, Unbounded, document_of
@@ -150,18 +152,12 @@ class TableEntry:
 
     def on_rank_ms(self, rank: int) -> float:
         """Return the milliseconds of its shards on one rank."""
-        return self._by_rank().get(rank, 0.0)
+        return sum(ms for at, ms in zip(self.ranks, self.shard_ms, strict=True) if at == rank)
 
     @property
     def most_ms(self) -> float:
         """On the rank that has most to compute of it."""
-        return max(self._by_rank().values(), default=0.0)
-
-    def _by_rank(self) -> dict[int, float]:
-        of_ranks = dict.fromkeys(self.ranks, 0.0)
-        for rank, ms in zip(self.ranks, self.shard_ms, strict=True):
-            of_ranks[rank] += ms
-        return of_ranks
+        return float(np.bincount(self.ranks, self.shard_ms).max(initial=0.0))
 
     @property
     def label(self) -> str:

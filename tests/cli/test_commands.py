@@ -199,6 +199,7 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
         (1, "--gpu h10", "unknown GPU 'h10' (did you mean 'h100'?): known are a100-40, a100-80,"),
         (1, "--costs gone.safetensors", "gone.safetensors: no such checkpoint"),
         (1, "--on-ranks brand=1-2", "table 'brand' names rank 2; there are ranks 0 to 1"),
+        (1, "--batch-size 9e15", "batch_size must be a whole number from 1 to 1,099,511,627,776"),
         (1, "--gpus-per-node 1e9", "up to 32,768 ranks, not for 1,000,000,000"),
         (1, "info gone.json", "gone.json: no such file"),
         (1, f"calibrate --costs {SHIPPED / 'roofline.safetensors'} --out x", "dreamshard train --device cpu"),
