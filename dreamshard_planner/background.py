@@ -183,8 +183,7 @@ def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) ->
     batch_size = job.batch_size if _alike(samples, job.batch_size) else samples
     planner = replace(job, batch_size=batch_size, settings={**job.settings, "checkpoint": checkpoint}).plan()
     made = planner.saved_plan()
-    better = replace(made, inputs=as_in_file(made.inputs, plan))
-    return better, planner.predict(plan).total_ms, made.predicted.chosen.total_ms
+    return as_in_file(made, plan), planner.predict(plan).total_ms, made.predicted.chosen.total_ms
 
 
 def _samples(run: ObservedRun, plan: SavedPlan) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -314,12 +315,8 @@ def replan(
             bytes_per_s=bandwidth,
             lost=gone,
         )
-
-    def told(plan: api.SavedPlan) -> api.SavedPlan:
-        return replace(plan, inputs=as_in_file(plan.inputs, saved, machine == was, tables is None))
-
-    stale = tuple(stale_differences(saved.inputs, told(made.plan).inputs))
-    found = replace(made, make=lambda index: told(made.make(index)), stale=stale)
+    found = replace(made, make=cache(lambda index: as_in_file(made.make(index), saved, machine == was, tables is None)))
+    found = replace(found, stale=tuple(stale_differences(saved.inputs, found.plan.inputs)))
     save(out, lambda path: found.plan.save(path))
     save(html, lambda path: api.save_html(found, path))
     shown = [found.sentence, grid(found.COLUMNS, found.rows())]

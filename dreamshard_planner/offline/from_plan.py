@@ -18,7 +18,7 @@ from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
 from dreamshard_planner.planning.plan_inputs import SAVED, SAVED_IF_GIVEN, PlannerSettings, topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
-from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs
+from dreamshard_planner.plans.plan_file import SavedPlan, TableInputs
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.formatting import brief
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -60,23 +60,22 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
     )
 
 
-def as_in_file(inputs: PlanInputs, saved: SavedPlan, same_machine: bool = True, same_tables: bool = True) -> PlanInputs:
-    """Return inputs of a plan for a plan file's job with the file's own constraints, topology and reservation.
+def as_in_file(plan: SavedPlan, saved: SavedPlan, same_machine: bool = True, same_tables: bool = True) -> SavedPlan:
+    """Return a plan for a plan file's job with the file's own constraints, topology and reservation.
 
     The job lacks :data:`IN_WORDS`, the last bits of bandwidths, and the reservation: it reserves the same share.
 
     Args:
-        inputs: of the new plan.
+        plan: the new one.
         saved: the plan in the file.
         same_machine: whether the new plan is for the file's machine.
         same_tables: whether it is for the file's tables.
     """
-    return replace(
-        inputs,
-        topology=saved.inputs.topology if same_machine else inputs.topology,
-        constraints=saved.inputs.constraints if same_tables else inputs.constraints,
-        settings={**inputs.settings, "storage_reservation": saved.inputs.settings.get("storage_reservation")},
-    )
+    inputs, known = plan.inputs, saved.inputs
+    settings = {**inputs.settings, "storage_reservation": known.settings.get("storage_reservation")}
+    topology = known.topology if same_machine else inputs.topology
+    constraints = known.constraints if same_tables else inputs.constraints
+    return replace(plan, inputs=replace(inputs, topology=topology, constraints=constraints, settings=settings))
 
 
 def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:
