@@ -27,7 +27,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Cost
-from dreamshard_planner.search.effort import NO_DEADLINE, Budget
+from dreamshard_planner.search.effort import Budget
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.placing import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.search import LAST_MOVES
@@ -48,7 +48,7 @@ def searched(cost: Cost, drafted: Tensor | None = None) -> Tensor | None:
     if not starts:
         return None
     best = starts[int(cost.rate(torch.stack(starts)).overall_ms_B.argmin())]
-    budget, generator = Budget(LAST_MOVES, NO_DEADLINE), torch.Generator().manual_seed(0)
+    budget, generator = Budget(LAST_MOVES), torch.Generator().manual_seed(0)
     return local_search(cost, best[None], budget, generator)
 
 

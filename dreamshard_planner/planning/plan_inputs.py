@@ -123,9 +123,9 @@ class PlannerSettings:
         return self.given_batch_size or BATCH_SIZE
 
     @property
-    def search_cap_seconds(self) -> float | None:
-        """Cap on the search, the shorter of ``search_seconds`` and ``timeout_seconds``; None for no cap."""
-        return min(filter(None, (self.search_seconds, self.timeout_seconds)), default=None)
+    def search_cap_seconds(self) -> float:
+        """Cap on the search, the shorter of ``search_seconds`` and ``timeout_seconds``; infinite without both."""
+        return min(filter(None, (self.search_seconds, self.timeout_seconds)), default=math.inf)
 
     @property
     def effort_factor(self) -> float:

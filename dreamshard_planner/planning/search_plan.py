@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
-from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.planning.infeasible import infeasible
@@ -21,11 +23,11 @@ from dreamshard_planner.planning.rater import PlanRater, RatedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
-from dreamshard_planner.search.effort import NO_DEADLINE, Deadline, portion
+from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.placing import heuristic_placements, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search_space.enumeration import all_sized, other_sizes
-from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, perf_of, ranks_of
+from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, ranks_of
 from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
 from dreamshard_planner.support.reproducible import collector_paused, neutral, single_thread
 
@@ -51,12 +53,12 @@ class SearchSettings:
 
     effort: float = 1.0
     seed: int = 0
-    deadline: Deadline = NO_DEADLINE
-    """End of all searches together, on top of their counts of candidates."""
+    seconds: float = math.inf
+    """Cap on all searches together, on top of their counts of candidates."""
 
     def search(self, cost: Cost, starts: Iterable[Sharding], further: Further | None = None) -> SearchResult | None:
         """Search from some starts, see :func:`~dreamshard_planner.search.search.search`."""
-        return search(cost, starts, self.effort, self.seed, self.deadline.left(), further)
+        return search(cost, starts, self.effort, self.seed, self.seconds, further)
 
 
 def place_proposal(
@@ -74,7 +76,7 @@ def place_proposal(
         context: reads and rates options.
         proposal: one option for every table.
         topology: with the memory that the storage reservation left.
-        settings: bounds and seed of the searches.
+        settings: bounds and seed of the search.
         quickly: whether a short descent from heuristics is enough, to compare many proposals.
 
     Raises:
@@ -95,7 +97,7 @@ def place_proposal(
     }
     starts = [plan for plan in plans.values() if plan is not None]
     if quickly:
-        result = replace(settings, effort=QUICK, deadline=NO_DEADLINE).search(cost, starts)
+        result = replace(settings, effort=QUICK, seconds=math.inf).search(cost, starts)
     else:
         result = settings.search(cost, starts, _roll_outs(context))
     if result is None:
@@ -139,24 +141,15 @@ def torchrec_plan(
     proposals = portion(max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size)), max(1.0, effort))
     read: list[Any] = [_AsRead(option) for option in search_space]
     best: tuple[float, list[ShardingOption]] | None = None
-    proposers = [
-        (GreedyProposer(), max),
-        (UniformProposer(), max),
-        (GreedyProposer(use_depth=False), sum),
-        (GridSearchProposer(), max),
-    ]
+    proposers = GreedyProposer(), UniformProposer(), GreedyProposer(use_depth=False), GridSearchProposer()
     tried, finished = 0, True
     rated: dict[tuple[int, ...], float | None] = {}
-    for index, (proposer, score) in enumerate(proposers):
+    for index, proposer in enumerate(proposers):
         limit = tried + -(-(proposals - tried) // (len(proposers) - index))
         if tried == proposals:
             finished = False
             break
-        for one in read:
-            one.show_score(score)
         proposer.load(search_space=read)
-        for one in read:
-            one.show_shards()
         while proposal := proposer.propose():
             if tried >= limit:
                 finished = False
@@ -175,19 +168,11 @@ def torchrec_plan(
 
 
 class _AsRead:
-    """An option as TorchRec's proposers read it: one score when they load it, the storage of all shards afterwards."""
+    """An option as TorchRec's proposers read it, with equal shards as one object."""
 
     def __init__(self, option: ShardingOption) -> None:
         self.option, self.fqn, self.sharding_type = option, option.fqn, option.sharding_type
-        self.shards: list[Shard] = []
-
-    def show_score(self, score: Callable[[Iterable[float]], float]) -> None:
-        """Show the largest or the sum of the shards' estimates, as one shard's."""
-        self.shards = [Shard([], [], perf=Perf(score(perf.total for perf in perf_of(self.option)), 0, 0, 0))]
-
-    def show_shards(self) -> None:
-        """Show all shards, without ranks."""
-        self.shards = [*chain.from_iterable(repeat(shard, count) for shard, count in counted(self.option))]
+        self.shards = [*chain.from_iterable(repeat(shard, count) for shard, count in counted(option))]
 
 
 def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:
@@ -229,30 +214,31 @@ def search_plan(
         topology: with the memory that the storage reservation left.
         settings: bounds and seed of the searches.
     """
-    options = context.certain_options(search_space)
+    options, until = context.certain_options(search_space), time.monotonic() + settings.seconds
     with single_thread():
-        found = _searched(context, options, topology, settings)
+        found = _searched(context, options, topology, settings, until)
         if found.result is None and len(options) < len(search_space):
-            found = _searched(context, search_space, topology, settings)
+            found = _searched(context, search_space, topology, settings, until)
     return found
 
 
 def _searched(
-    context: PlanRater, options: Sequence[ShardingOption], topology: Topology, settings: SearchSettings
+    context: PlanRater, options: Sequence[ShardingOption], topology: Topology, settings: SearchSettings, until: float
 ) -> SearchedPlan:
     plans: dict[str, list[ShardingOption]] = {}
     rivals: tuple[ReportEntry, ...] = ()
     theirs: TorchRecPlan | None = None
     sizes = _cache_sizes(context, options, topology)
     fastest = _fastest_whole(context, options)
-    whole = _whole_tables(context, copy.deepcopy(fastest), topology, settings)
+    third = replace(settings, seconds=(until - time.monotonic()) / 3)
+    whole = _whole_tables(context, copy.deepcopy(fastest), topology, third)
     alone: SearchResult | None = None  # the search for whole tables, if these are all options
     if whole is not None:
         plans[WHOLE], rivals = whole.options, whole.rivals
         if all(option.sharding_type == TW for option in options):
             # Slower kernels are for what does not fit.
             options, alone = fastest, None if sizes else whole.result
-    if settings.deadline.left() != 0.0:
+    if time.monotonic() < until:
         offered = [option for option in options if is_torchrecs(option)]
         theirs = torchrec_plan(offered, topology, settings.effort)
         if theirs is not None:
@@ -271,7 +257,8 @@ def _searched(
     if alone is not None and _is_best(WHOLE, fitting, cost):
         result = replace(alone, sharding=fitting[WHOLE])
     else:
-        result = settings.search(cost, fitting.values(), _roll_outs(context))
+        rest = replace(settings, seconds=until - time.monotonic())
+        result = rest.search(cost, fitting.values(), _roll_outs(context))
         drafts = _cheapest_roll_out(result)
         # A roll-out over all options takes the place of the one over whole tables.
         rivals = (*(one for one in rivals if one.name not in drafts), *_rated(cost, drafts))
@@ -308,10 +295,8 @@ def _whole_tables(
     context: PlanRater, whole: list[ShardingOption], topology: Topology, settings: SearchSettings
 ) -> RatedPlan | None:
     """Return our plan of whole tables, which get ranks; None if they do not fit, since other options may."""
-    left = settings.deadline.left()
-    third = replace(settings, deadline=Deadline(None if left is None else left / 3))
     try:
-        placed = place_proposal(context, whole, topology, third)
+        placed = place_proposal(context, whole, topology, settings)
     except PlannerError:
         return None
     placed.read.assign(placed.sharding)

@@ -195,7 +195,7 @@ def roll_out(
     types_ETN: np.ndarray | None = None,
     sweeps: Sequence[Sweep] = SWEEPS,
     survivors: Sequence[int] = (),
-    seconds: float | None = None,
+    seconds: float = math.inf,
     on_step: Callable[[Seen, Tensor], None] | None = None,
     on_sweep: Callable[[EstimatedMDP], None] | None = None,
 ) -> EstimatedMDP:
@@ -221,7 +221,7 @@ def roll_out(
     for nth, sweep in enumerate(sweeps):
         for step in range(task.num_tables):
             done = (nth * task.num_tables + step) / steps
-            if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, done):
+            if time.monotonic() - began > seconds * max(HEAD_START, done):
                 raise TimeoutError
             choices = environment.observe(step, sweep)
             if nth > 0:
@@ -252,7 +252,7 @@ def opening_types(num_tables: int, openings: Sequence[Opening] = OPENINGS) -> np
     return np.where(heaviest_ET[..., None], allowed[:, 1:], allowed[:, :1])
 
 
-def policy_starts(cost: Cost, policy: Policy, asked: OptionTotals, seconds: float | None = None) -> list[Sharding]:
+def policy_starts(cost: Cost, policy: Policy, asked: OptionTotals, seconds: float = math.inf) -> list[Sharding]:
     """Return plans to start the search from, at most :data:`STARTS`, the cheapest first: the best of greedy
     roll-outs, whose first sweeps use different sharding types, each as it was after its best sweep.
 

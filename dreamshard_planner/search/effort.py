@@ -1,8 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Effort of planning: counts of candidates, so that the clock decides no plan, and deadlines."""
+"""Effort of planning: counts of candidates, so that the clock decides no plan, within seconds if the user wants."""
 
 from __future__ import annotations
 
+import math
 import time
 
 EFFORTS = {"quick": 0.02, "default": 1.0, "thorough": 4.0}
@@ -15,33 +16,18 @@ def portion(count: int, effort: float) -> int:
     return max(1, round(effort * count)) if count else 0
 
 
-class Deadline:
-    """The end of some seconds, from now on; None for no end."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def left(self) -> float | None:
-        """Seconds that are left; None without an end."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
-
-
-NO_DEADLINE = Deadline(None)
-
-
 class Budget:
-    """Candidates that a search may try, within a deadline."""
+    """Candidates that a search may try, until a moment of :func:`time.monotonic`."""
 
-    def __init__(self, candidates: int, deadline: Deadline) -> None:
-        self.limit = candidates
+    def __init__(self, candidates: int, until: float = math.inf) -> None:
+        self.limit, self.until = candidates, until
         self.used = 0
         self.cut_short = False
-        """True once the deadline has passed while candidates were left."""
-        self.deadline = deadline
+        """True once time was over while candidates were left."""
 
     def left(self) -> bool:
         """Return whether the search may go on."""
         if self.used >= self.limit:
             return False
-        self.cut_short = self.cut_short or self.deadline.left() == 0.0
+        self.cut_short = self.cut_short or time.monotonic() >= self.until
         return not self.cut_short

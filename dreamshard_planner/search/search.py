@@ -14,13 +14,15 @@ so the same inputs give the same sharding.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding
-from dreamshard_planner.search.effort import Budget, Deadline, portion
+from dreamshard_planner.search.effort import Budget, portion
 from dreamshard_planner.search.moves import LAST_PATIENCE, local_search
 from dreamshard_planner.search.reshards import ShardingState, in_steps
 from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts, packed_start, stacked_starts
@@ -48,7 +50,7 @@ FURTHER_SHARE = 0.85
 at which descents from other starts end."""
 
 
-Further = Callable[[Cost, OptionTotals, float | None], Iterable[Sharding]]
+Further = Callable[[Cost, OptionTotals, float], Iterable[Sharding]]
 """Makes feasible starts from a cost and what its options ask, within some seconds; raises TimeoutError where that takes
 more."""
 
@@ -75,7 +77,7 @@ def search(
     starts: Iterable[Sharding],
     effort: float = 1.0,
     seed: int = 0,
-    seconds: float | None = None,
+    seconds: float = math.inf,
     further: Further | None = None,
 ) -> SearchResult | None:
     """Descend from the cheapest of some feasible shardings, then from perturbed copies of the best; never worse
@@ -89,7 +91,7 @@ def search(
         seconds: cap on the search, its starts included, on top of its budget of candidates.
         further: makes a few starts more, from all of which there are descents as well.
     """
-    budget = _budget(cost, effort, Deadline(seconds))
+    budget = _budget(cost, effort, time.monotonic() + seconds)
     asked = OptionTotals(cost)
     if not asked.may_fit:
         return None
@@ -99,9 +101,8 @@ def search(
     extra: list[Sharding] = []
     in_time = True
     if further is not None and budget.left():
-        left = budget.deadline.left()
         try:
-            extra += further(cost, asked, None if left is None else FURTHER_SHARE * left)
+            extra += further(cost, asked, FURTHER_SHARE * (budget.until - time.monotonic()))
         except TimeoutError:
             in_time = False
     pool = list(dict.fromkeys([*starts, *made, *extra]))
@@ -137,14 +138,14 @@ def _can_reshard(problem: Problem) -> bool:
     return len(every.span_O) > problem.num_tables or bool(wide_O.any())
 
 
-def _budget(cost: Cost, effort: float, deadline: Deadline) -> Budget:
-    return Budget(portion(RESHARDS, effort) + portion(RESHARDS_PER_TABLE, effort) * cost.problem.num_tables, deadline)
+def _budget(cost: Cost, effort: float, until: float = math.inf) -> Budget:
+    return Budget(portion(RESHARDS, effort) + portion(RESHARDS_PER_TABLE, effort) * cost.problem.num_tables, until)
 
 
 @torch.inference_mode()
 def descended(cost: Cost, start: Sharding, effort: float) -> Sharding:
     """Return where one descent from a feasible sharding ends: near it, as such searches go."""
-    descents = _Descents(cost, start, effort, 0, _budget(cost, effort, Deadline(None)))
+    descents = _Descents(cost, start, effort, 0, _budget(cost, effort))
     descents.descend(start)
     return prefer_cheaper_kernels(cost, descents.best)
 
@@ -174,7 +175,7 @@ class _Descents:
         return SearchResult(best, best_ms, self.budget.used, candidates, cut_short, tuple(extra))
 
     def _moves(self, count: int) -> Budget:
-        return Budget(portion(count, self._effort), self.budget.deadline)
+        return Budget(portion(count, self._effort), self.budget.until)
 
     def _state(self, sharding: Sharding) -> ShardingState:
         return ShardingState(self._cost, sharding, self._unit)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry, noted
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.options import perf_of, set_perf, set_ranks
 from dreamshard_planner.support.reproducible import neutral, single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -139,7 +138,6 @@ class DreamShardPartitioner(Partitioner):
     Args:
         context: reads and rates options; :func:`rater` of the topology of each call by default.
         settings: bounds and seed of the search for each proposal.
-        seconds: cap on each search, on top of its counts of candidates; None for no cap.
         quickly: whether a short search is enough, to compare many proposals.
     """
 
@@ -147,11 +145,9 @@ class DreamShardPartitioner(Partitioner):
         self,
         context: PlanRater | None = None,
         settings: SearchSettings | None = None,
-        seconds: float | None = None,
         quickly: bool = False,
     ) -> None:
-        self._context, self._seconds, self._quickly = context, seconds, quickly
-        self._settings = settings or SearchSettings()
+        self._context, self._settings, self._quickly = context, settings or SearchSettings(), quickly
 
     @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
@@ -162,8 +158,7 @@ class DreamShardPartitioner(Partitioner):
         """
         context = self._context or rater(storage_constraint)
         with single_thread():
-            settings = replace(self._settings, deadline=Deadline(self._seconds))
-            placed = place_proposal(context, proposal, storage_constraint, settings, quickly=self._quickly)
+            placed = place_proposal(context, proposal, storage_constraint, self._settings, quickly=self._quickly)
         placed.read.assign(placed.sharding)
         return proposal
 
@@ -289,20 +284,16 @@ class SearchLoop:
         if given.perf_model is not None:  # it may like a plan of TorchRec's better than ours
             own += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
         self.proposers = given.proposers or own
-        self._settings = SearchSettings(settings.effort_factor, settings.seed)
+        self._settings = SearchSettings(settings.effort_factor, settings.seed, settings.search_cap_seconds)
         many = given.proposers is not None or given.perf_model is not None
-        ours = DreamShardPartitioner(context, self._settings, settings.search_cap_seconds, quickly=many)
+        ours = DreamShardPartitioner(context, self._settings, quickly=many)
         self.partitioner = given.partitioner or ours
-
-    def _search(self) -> SearchSettings:
-        """Return the settings of a search that starts now."""
-        return replace(self._settings, deadline=Deadline(self.model.settings.search_cap_seconds))
 
     @cached_property
     def found(self) -> SearchedPlan:
         """Outcome of the search over all options; raises PlannerError if constraints leave a table no option."""
         options = copy.deepcopy(self.model.searched)
-        return search_plan(self.model.context, options, self.model.left, self._search())
+        return search_plan(self.model.context, options, self.model.left, self._settings)
 
     def _proposal(self) -> list[ShardingOption]:  # a lambda would not pickle
         return self.found.proposal
@@ -377,7 +368,7 @@ class SearchLoop:
             set_ranks(option, None)
         try:
             with single_thread():
-                placed = place_proposal(self.model.context, again, self.model.left, self._search())
+                placed = place_proposal(self.model.context, again, self.model.left, self._settings)
         except PlannerError:
             return plan, None
         placed.read.assign(placed.sharding)

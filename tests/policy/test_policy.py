@@ -23,7 +23,7 @@ def task_of(cost: Cost) -> ShardingTask:
     return ShardingTask(cost, OptionTotals(cost))
 
 
-def starts_of(cost: Cost, policy: Policy, seconds: float | None = None) -> list[Sharding]:
+def starts_of(cost: Cost, policy: Policy, seconds: float = math.inf) -> list[Sharding]:
     return policy_starts(cost, policy, OptionTotals(cost), seconds)
 
 
