@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.problem import Cost, Problem, Sharding, counted_up, has_room
+from dreamshard_planner.cost.problem import Cost, Problem, Sharding, has_room
 from dreamshard_planner.workload.tables import FEATURE_INDEX
 
 
@@ -111,39 +111,35 @@ class Ranks:
         self.load_D, self.free_DM = load_D.copy(), free_DM.copy()
 
     def lay(
-        self, load_L: np.ndarray, need_LM: np.ndarray, key: Callable[[np.ndarray], np.ndarray] = np.positive
-    ) -> int | None:
-        """Lay a unit down where it has room and the key of its highest rank's load is lowest and finite.
+        self, load_UL: np.ndarray, need_ULM: np.ndarray, key: Callable[[np.ndarray], np.ndarray] = np.positive
+    ) -> tuple[int, ...] | None:
+        """Lay units of one span down in turn, each where it has room and the key of its highest rank's load is lowest
+        and finite.
 
         Args:
-            load_L: load that it adds to each rank of its span.
-            need_LM: memory that it takes of each.
+            load_UL: load that each adds to each rank of its span.
+            need_ULM: memory that it takes of each.
             key: of the highest rank's load at each position.
 
         Returns:
-            The position, the first of equal ones; None without any.
+            Their positions, the first of equal ones; None, with nothing laid down, if a unit has none.
         """
-        load_NL, free_NLM = self._at_positions(len(load_L))
-        key_N = key((load_NL + load_L).max(1))
-        position = int(key_N.argmin())
-        if not has_room(need_LM, free_NLM[position]).all():  # the quicker question first
-            key_N = np.where(has_room(need_LM, free_NLM).all(-1), key_N, np.inf)
+        before, span = (self.load_D.copy(), self.free_DM.copy()), load_UL.shape[1]
+        load_NL, free_NLM = self.load_D.reshape(-1, span), self.free_DM.reshape(-1, span, self.free_DM.shape[1])
+        positions = []
+        for load_L, need_LM in zip(load_UL, need_ULM, strict=True):
+            key_N = key((load_NL + load_L).max(1))
             position = int(key_N.argmin())
-        if key_N[position] == np.inf:
-            return None
-        load_NL[position] += load_L
-        free_NLM[position] -= need_LM
-        return position
-
-    def lift(self, position: int, load_L: np.ndarray, need_LM: np.ndarray) -> None:
-        """Take a unit up again."""
-        load_NL, free_NLM = self._at_positions(len(load_L))
-        load_NL[position] -= load_L
-        free_NLM[position] += need_LM
-
-    def _at_positions(self, span: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of loads [N, L] and free memory [N, L, M]."""
-        return self.load_D.reshape(-1, span), self.free_DM.reshape(-1, span, self.free_DM.shape[1])
+            if not has_room(need_LM, free_NLM[position]).all():  # the quicker question first
+                key_N = np.where(has_room(need_LM, free_NLM).all(-1), key_N, np.inf)
+                position = int(key_N.argmin())
+            if key_N[position] == np.inf:
+                self.load_D[:], self.free_DM[:] = before
+                return None
+            load_NL[position] += load_L
+            free_NLM[position] -= need_LM
+            positions.append(position)
+        return tuple(positions)
 
 
 def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
@@ -152,32 +148,23 @@ def place_wide_units(cost: Cost, options: Sequence[int]) -> Sharding | None:
     Other units are on rank 0. None if memory does not allow it.
     """
     problem, every = cost.problem, cost.problem.option_rows
-    single_P, needs_PM = cost.single_ms_P.numpy(), problem.needs_PM.numpy()
+    single_P, needs_PM, limits_DM = cost.single_ms_P.numpy(), problem.needs_PM.numpy(), problem.limits_DM.numpy()
     row_T = every.rows(range(problem.num_tables), options)
-    span_T, units_T = every.span_O[row_T], every.units_O[row_T]
-    positions = [[0] * units for units in units_T.tolist()]
-
-    def asked(tables: np.ndarray, span: int) -> tuple[np.ndarray, np.ndarray]:
-        """Milliseconds [U, L] and bytes [U, L, M] of all units of some tables."""
-        part_UL = every.parts(row_T[tables]).reshape(-1, span)
-        return single_P[part_UL], needs_PM[part_UL]
-
+    span_T, positions = every.span_O[row_T], [(0,) * units for units in every.units_O[row_T].tolist()]
     everywhere_T = (span_T == problem.num_ranks) & (span_T > 1)
-    single_UD, storage_UDM = asked(everywhere_T.nonzero()[0], problem.num_ranks)
-    taken_DM, limits_DM = storage_UDM.sum(0), problem.limits_DM.numpy()
+    part_UD = every.parts(row_T[everywhere_T]).reshape(-1, problem.num_ranks)
+    taken_DM = needs_PM[part_UD].sum(0)
     if not has_room(taken_DM, limits_DM).all():
         return None
-    ranks = Ranks(single_UD.sum(0), limits_DM - taken_DM)
-    for span in sorted({*span_T[(span_T > 1) & ~everywhere_T].tolist()}, reverse=True):
-        tables = (span_T == span).nonzero()[0]
-        single_UL, storage_ULM = asked(tables, span)
-        table_U, unit_U = tables.repeat(units_T[tables]), counted_up(np.zeros_like(tables), units_T[tables])
-        for unit in np.lexsort((unit_U, table_U, -single_UL.sum(1))).tolist():
-            position = ranks.lay(single_UL[unit], storage_ULM[unit])
-            if position is None:
-                return None
-            positions[table_U[unit]][unit_U[unit]] = position
-    return Sharding(tuple(options), tuple(map(tuple, positions)))
+    ranks = Ranks(single_P[part_UD].sum(0), limits_DM - taken_DM)
+    wide = ((span_T > 1) & ~everywhere_T).nonzero()[0].tolist()
+    part_of = {table: problem.tables[table][options[table]].part_UL for table in wide}
+    for table in sorted(wide, key=lambda table: (-span_T[table], -single_P[part_of[table]].sum(1).max())):
+        laid = ranks.lay(single_P[part_of[table]], needs_PM[part_of[table]])
+        if laid is None:
+            return None
+        positions[table] = laid
+    return Sharding(tuple(options), tuple(positions))
 
 
 def place_units(cost: Cost, options: Sequence[int]) -> Sharding | None:

@@ -195,6 +195,25 @@ class ShardingState(State):
         if math.isfinite(float(tried.key_Q[0])):
             self.change(*tried.changes[0][0])
 
+    def prefer_cheaper_kernels(self) -> None:
+        """Give tables the kernel whose shards cost least alone, those that gain most first, as far as memory allows.
+
+        On ranks that are not the bottleneck a search is indifferent between a table in device memory and one that is
+        read over the link to the host, and a user is not.
+        """
+        single_P, before = self.cost.single_ms_P.numpy(), self.sharding
+        gains = []
+        for table, (options, chosen) in enumerate(zip(self.problem.tables, before.options, strict=True)):
+            now = options[chosen]
+            gains += [
+                (single_P[one.parts].sum() - single_P[now.parts].sum(), table, option)
+                for option, one in enumerate(options)
+                if one is not now and (one.sharding_type, one.part_UL.shape) == (now.sharding_type, now.part_UL.shape)
+            ]
+        for gain, table, option in sorted(gains):
+            if gain < 0 and before.now(table) == self.sharding.now(table):
+                self._take_best([[(table, option, before.positions[table])]])
+
     def heaviest(self) -> list[int]:
         """Tables that burden the slowest rank, or the exchanges, most, whether or not they may be split otherwise."""
         exchange_T = np.where(self._exchange_T > 0, self._exchange_T, -np.inf)
@@ -240,7 +259,7 @@ class ShardingState(State):
         if not swaps:
             return False, 0
         changed_ranks = sum(2 * self.problem.tables[table][option].span for (table, option, _), _ in swaps)
-        return self._taken(self._judged(swaps, *self.after(swaps))), math.ceil(changed_ranks / self.problem.num_ranks)
+        return self._take_best(swaps), math.ceil(changed_ranks / self.problem.num_ranks)
 
     def swaps(self, rank: int, of_span: Callable[[np.ndarray], np.ndarray], most: int) -> list[list[Change]]:
         """Return swaps of units of a rank for equally wide ones of other tables on other ranks, those first that would
@@ -279,6 +298,10 @@ class ShardingState(State):
 
         pairs = [(here_V[pair // len(table_U)], pair % len(table_U)) for pair in best_Q[np.isfinite(peak_Q[best_Q])]]
         return [[moved(here, there), moved(there, here)] for here, there in pairs]
+
+    def _take_best(self, trials: Sequence[Sequence[Change]]) -> bool:
+        """Rate trials as :meth:`after` does, and apply the best as :meth:`_taken` does."""
+        return self._taken(self._judged(trials, *self.after(trials)))
 
     def _taken(self, tried: Tried) -> bool:
         """Apply the best of some trials, if its cost, rounded, is lower than now; or as low with a lower sum of

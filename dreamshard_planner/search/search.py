@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dreamshard_planner.cost.problem import Cost, Option, Problem, Sharding
+from dreamshard_planner.cost.problem import Cost, Problem, Sharding
 from dreamshard_planner.search.effort import Budget, portion
 from dreamshard_planner.search.moves import LAST_PATIENCE, local_search
 from dreamshard_planner.search.reshards import ShardingState, in_steps
@@ -99,12 +99,11 @@ def search(
     if budget.left() and _can_reshard(cost.problem):
         made += stacked_starts(cost, asked, effort)
     extra: list[Sharding] = []
-    in_time = True
     if further is not None and budget.left():
         try:
             extra += further(cost, asked, FURTHER_SHARE * (budget.until - time.monotonic()))
         except TimeoutError:
-            in_time = False
+            budget.cut_short = True
     pool = list(dict.fromkeys([*starts, *made, *extra]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]
@@ -116,7 +115,7 @@ def search(
     first = sorted([*cheapest, *extra], key=cost.overall_ms)
     descents = _Descents(cost, first[0], effort, seed, budget)
     if not _can_reshard(cost.problem):
-        return descents.finish(first, in_time, extra)
+        return descents.finish(first, extra)
     # For the same reason each start has a turn before one may use up the budget.
     turn = int(TURNS * budget.limit / (2 * len(first)))
     for start in first:
@@ -128,7 +127,7 @@ def search(
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
-    return descents.finish([descents.best], in_time, extra)
+    return descents.finish([descents.best], extra)
 
 
 def _can_reshard(problem: Problem) -> bool:
@@ -147,7 +146,7 @@ def descended(cost: Cost, start: Sharding, effort: float) -> Sharding:
     """Return where one descent from a feasible sharding ends: near it, as such searches go."""
     descents = _Descents(cost, start, effort, 0, _budget(cost, effort))
     descents.descend(start)
-    return prefer_cheaper_kernels(cost, descents.best)
+    return descents.best
 
 
 class _Descents:
@@ -161,18 +160,18 @@ class _Descents:
         self._candidates = 0
         self.budget = budget
 
-    def finish(self, starts: Sequence[Sharding], in_time: bool, extra: Iterable[Sharding]) -> SearchResult:
+    def finish(self, starts: Sequence[Sharding], extra: Iterable[Sharding]) -> SearchResult:
         """Run the last moves from starts with equal options, and from perturbed copies; return the best plan, with the
-        cheapest kernels that fit. ``in_time`` is True if all starts were made."""
+        cheapest kernels that fit."""
         chosen, budget = self._cost.chosen(starts[0]), self._moves(LAST_MOVES)
         starts_BS = torch.stack([self._cost.chosen(start).assignment_S for start in starts])
         patience = portion(LAST_PATIENCE, self._effort)
         best_S = local_search(chosen.cost, starts_BS, budget, self._generator, patience)
-        best = prefer_cheaper_kernels(self._cost, chosen.placed(best_S))
-        cut_short = self.budget.cut_short or budget.cut_short or not in_time
-        candidates = self._candidates + budget.used
-        best_ms = self._cost.overall_ms(best)
-        return SearchResult(best, best_ms, self.budget.used, candidates, cut_short, tuple(extra))
+        state = self._state(chosen.placed(best_S))
+        state.prefer_cheaper_kernels()
+        best_ms, candidates = self._cost.overall_ms(state.sharding), self._candidates + budget.used
+        cut_short = self.budget.cut_short or budget.cut_short
+        return SearchResult(state.sharding, best_ms, self.budget.used, candidates, cut_short, tuple(extra))
 
     def _moves(self, count: int) -> Budget:
         return Budget(portion(count, self._effort), self.budget.until)
@@ -222,37 +221,3 @@ class _Descents:
 
     def _draw(self, count: int) -> int:
         return int(torch.randint(count, (1,), generator=self._generator))
-
-
-def prefer_cheaper_kernels(cost: Cost, sharding: Sharding) -> Sharding:
-    """Give tables the kernel whose shards cost least alone, those that gain most first, as far as every rank keeps
-    within its memory; the sharding as it was where that would cost more.
-
-    On ranks that are not the bottleneck a search is indifferent between a table in device memory and one that is read
-    over the link to the host, and a user is not. Shapes: M limits, D ranks.
-    """
-    problem, new = cost.problem, sharding
-    alone_P = cost.single_ms_P.tolist()
-
-    def alone_ms(option: Option) -> float:
-        return sum(alone_P[part] for part in option.parts)
-
-    gains = []
-    for table, (options, chosen) in enumerate(zip(problem.tables, sharding.options, strict=True)):
-        now = options[chosen]
-        alike = [index for index, option in enumerate(options) if _same_shards(option, now)]
-        cheapest = chosen if len(alike) == 1 else min(alike, key=lambda index: alone_ms(options[index]))
-        if cheapest != chosen and alone_ms(options[cheapest]) < alone_ms(now):
-            gains.append((alone_ms(options[cheapest]) - alone_ms(now), table, cheapest))
-    used_DM = problem.taken(*problem.laid(sharding))
-    for _, table, option in sorted(gains):
-        changed = new.changed(table, option, new.positions[table])
-        before_DM, after_DM = (problem.taken(*problem.laid_by([one.now(table)])[:2]) for one in (new, changed))
-        with_it_DM = used_DM - before_DM + after_DM
-        if bool(((with_it_DM <= problem.limits_DM) | (with_it_DM <= used_DM)).all()):
-            new, used_DM = changed, with_it_DM
-    return new if new is sharding or cost.overall_ms(new) <= cost.overall_ms(sharding) else sharding
-
-
-def _same_shards(one: Option, other: Option) -> bool:
-    return (one.sharding_type, one.part_UL.shape) == (other.sharding_type, other.part_UL.shape)

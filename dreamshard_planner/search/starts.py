@@ -19,7 +19,6 @@ M limits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -273,18 +272,8 @@ def packed_start(problem: Problem) -> Sharding | None:
     return next((sharding for sharding in found if sharding is not None), None)
 
 
-@dataclass(frozen=True)
-class _Option:
-    """An option with what its units add to each rank of their span."""
-
-    index: int
-    largest: float
-    load_UL: np.ndarray
-    needs_ULM: np.ndarray
-
-
 class _Stack:
-    """Options of each table, the one of least load in all first.
+    """Options of each table as index, loads and needs of units, the one of least load in all first.
 
     Args:
         problem: tables and ranks.
@@ -293,11 +282,13 @@ class _Stack:
 
     def __init__(self, problem: Problem, load_P: np.ndarray) -> None:
         self._problem, needs_PM = problem, problem.needs_PM.numpy()
-        self._tables: list[list[_Option]] = []
-        for options in problem.tables:
-            loads = enumerate(load_P[option.part_UL] for option in options)
-            made = [_Option(at, load_UL.max(), load_UL, needs_PM[options[at].part_UL]) for at, load_UL in loads]
-            self._tables.append(sorted(made, key=lambda option: option.load_UL.sum()))
+        self._tables = [
+            sorted(
+                ((at, load_P[one.part_UL], needs_PM[one.part_UL]) for at, one in enumerate(options)),
+                key=lambda option: float(option[1].sum()),
+            )
+            for options in problem.tables
+        ]
 
     def fill(self, order: list[int], height: float, fullest: bool) -> Sharding | None:
         """Place tables in this order; without success, put the first that fits nowhere first.
@@ -307,29 +298,20 @@ class _Stack:
             height: load that no rank may exceed.
             fullest: whether units go where the rank ends fullest, or emptiest.
         """
+
+        def key(peak_N: np.ndarray) -> np.ndarray:
+            return np.where(peak_N <= height, -peak_N if fullest else peak_N, np.inf)
+
         ranks = Ranks(np.zeros(self._problem.num_ranks), self._problem.limits_DM.numpy())
         options = [0] * len(order)
         positions: list[tuple[int, ...]] = [()] * len(order)
         for table in order:
-            for option in self._tables[table]:
-                if option.largest <= height and (places := _placed(option, ranks, height, fullest)):
-                    options[table], positions[table] = option.index, places
+            for index, load_UL, need_ULM in self._tables[table]:
+                if load_UL.max() <= height and (laid := ranks.lay(load_UL, need_ULM, key)) is not None:
+                    options[table], positions[table] = index, laid
                     break
             else:
                 order.remove(table)
                 order.insert(0, table)
                 return None
         return Sharding(tuple(options), tuple(positions))
-
-
-def _placed(option: _Option, ranks: Ranks, height: float, fullest: bool) -> tuple[int, ...]:
-    """Lay an option down; return its positions, or nothing if a unit fits nowhere."""
-    places: list[int] = []
-    for unit in zip(option.load_UL, option.needs_ULM, strict=True):
-        place = ranks.lay(*unit, lambda peak_N: np.where(peak_N <= height, -peak_N if fullest else peak_N, np.inf))
-        if place is None:
-            for laid, load_L, need_LM in zip(places, option.load_UL, option.needs_ULM, strict=False):
-                ranks.lift(laid, load_L, need_LM)
-            return ()
-        places.append(place)
-    return tuple(places)
