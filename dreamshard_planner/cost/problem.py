@@ -137,6 +137,11 @@ class OptionRows:
         """Return the parts of some options, one after the other."""
         return self._part_F[counted_up(self._first_O[row_K], self.parts_O[row_K])]
 
+    def reduced(self, function: np.ufunc, values_PX: np.ndarray) -> np.ndarray:
+        """Return sums, or other reductions, over the parts of each option, [O, ...]."""
+        reduced_OX: np.ndarray = function.reduceat(values_PX[self._part_F], self._first_O)
+        return reduced_OX
+
 
 def counted_up(first_K: np.ndarray, count_K: np.ndarray) -> np.ndarray:
     """So many whole numbers from each first one on, one run after the other."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -137,10 +138,8 @@ class ShardingTask:
         self.scarce_M = np.flatnonzero(most_M > problem.limits_DM.numpy().min(0))
         """Limits that may bind: all tables together might exceed them on one rank."""
         self.need_PM = problem.needs_PM.numpy()[:, self.scarce_M]
-        rows = problem.option_rows
-        part_X, first_O = rows.parts(np.arange(len(rows.parts_O))), rows.parts_O.cumsum() - rows.parts_O
         values_PV = np.column_stack([self.alone_P, self.sent_PC, self.need_PM])
-        self._largest_OV = np.maximum.reduceat(values_PV[part_X], first_O)
+        self._largest_OV = problem.option_rows.reduced(np.maximum, values_PV)
         """Height alone, heights sent and needs of the largest part of each option."""
         self._actions: dict[int, TableActions] = {}
 
@@ -151,19 +150,15 @@ class ShardingTask:
     def _kept(self, types: Sequence[str]) -> np.ndarray:
         """Options that are actions, bool [T, O]: of some types; and where tables in device memory would fill little of
         it, none in host memory, unless a table has no others."""
-        problem, finite_TO = self.problem, np.isfinite(self._asked.total_ms_TO)
-        room_TO, named_TO, is_host_TO = (np.zeros_like(finite_TO) for _ in range(3))
-        for table, options in enumerate(problem.tables):
-            for index, option in enumerate(options):
-                fits = len(option.parts) <= problem.num_ranks
-                room_TO[table, index] = fits and option.sharding_type in TYPES
-                named_TO[table, index] = option.sharding_type in types
-                is_host_TO[table, index] = in_host_memory(option.kernel)
-        kept_TO = finite_TO & room_TO
+        problem, asked = self.problem, self._asked
+        finite_TO, named_TO = np.isfinite(asked.total_ms_TO), np.isin(asked.kind_TO, types)
+        kept_TO = finite_TO & np.isin(asked.kind_TO, TYPES)
+        kept_TO &= asked.by_table(problem.option_rows.parts_O <= problem.num_ranks, False)
         kept_TO = np.where((kept_TO & named_TO).any(1, keepdims=True), kept_TO & named_TO, kept_TO)
-        fast_TO = kept_TO & ~is_host_TO
-        least_T = np.where(fast_TO, self._asked.needs_TOM[..., 0], np.inf).min(1)
-        if least_T[np.isfinite(least_T)].sum() <= AMPLE * self._asked.limits_M[0]:
+        is_host = [in_host_memory(option.kernel) for option in chain.from_iterable(problem.tables)]
+        fast_TO = kept_TO & ~asked.by_table(is_host, False)
+        least_T = np.where(fast_TO, asked.needs_TOM[..., 0], np.inf).min(1)
+        if least_T[np.isfinite(least_T)].sum() <= AMPLE * asked.limits_M[0]:
             kept_TO = np.where(fast_TO.any(1, keepdims=True), fast_TO, kept_TO)
         self.may_be_played = bool(kept_TO.any(1).all())
         """True if every table has an option of these whose units find ranks of their own."""

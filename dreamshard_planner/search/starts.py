@@ -19,6 +19,7 @@ M limits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -54,23 +55,25 @@ class OptionTotals:
     """Totals over all ranks of each option, exchanges included."""
 
     def __init__(self, cost: Cost) -> None:
-        problem = cost.problem
-        single_P, whole_P = cost.single_ms_P.numpy(), (cost.single_ms_P + problem.exchange_ms_P).numpy()
-        needs_PM = problem.needs_PM.double().numpy()
-        shape = len(problem.tables), max(len(options) for options in problem.tables)
-        self.total_ms_TO, self.largest_ms_TO = np.full(shape, np.inf), np.full(shape, np.inf)
-        self.needs_TOM = np.zeros((*shape, needs_PM.shape[1]))
-        self.fits_TO = np.zeros(shape, dtype=bool)
-        self.kind_TO = np.full(shape, "", dtype=object)
-        self.limits_M = problem.limits_DM.clamp_min(0).double().sum(0).numpy()
+        problem, rows = cost.problem, cost.problem.option_rows
+        single_P, needs_PM = cost.single_ms_P.numpy(), problem.needs_PM.double().numpy()
+        whole_P = single_P + problem.exchange_ms_P.numpy()
+        count_T = np.array([*map(len, problem.tables)])
+        self._exists_TO = np.arange(count_T.max()) < count_T[:, None]
+        self.total_ms_TO = self.by_table(rows.reduced(np.add, whole_P), np.inf)
+        self.largest_ms_TO = self.by_table(rows.reduced(np.maximum, single_P), np.inf)
+        self.needs_TOM = self.by_table(rows.reduced(np.add, needs_PM), 0.0)
         roomiest_M = problem.limits_DM.amax(0).double().numpy()
-        for table, options in enumerate(problem.tables):
-            for index, option in enumerate(options):
-                parts, self.kind_TO[table, index] = option.parts, option.sharding_type
-                self.total_ms_TO[table, index] = whole_P[parts].sum()
-                self.largest_ms_TO[table, index] = single_P[parts].max()
-                self.needs_TOM[table, index] = needs_PM[parts].sum(0)
-                self.fits_TO[table, index] = has_room(needs_PM[parts].max(0), roomiest_M)
+        self.fits_TO = self.by_table(has_room(rows.reduced(np.maximum, needs_PM), roomiest_M), False)
+        self.kind_TO = self.by_table([option.sharding_type for option in chain.from_iterable(problem.tables)], "")
+        self.limits_M = problem.limits_DM.clamp_min(0).double().sum(0).numpy()
+
+    def by_table(self, values_O: Sequence[str | bool] | np.ndarray, padding: float | str) -> np.ndarray:
+        """Return values of all options, one row for each table, padded, [T, O, ...]."""
+        values = np.asarray(values_O)
+        padded = np.full((*self._exists_TO.shape, *values.shape[1:]), padding, dtype=values.dtype)
+        padded[self._exists_TO] = values
+        return padded
 
     @property
     def least_ms(self) -> float:
