@@ -62,6 +62,8 @@ class Correction:
 
     source: Annotated[str, Field(validation_alias="from")] = ""
     """Name of the corrected checkpoint."""
+    digest: str = ""
+    """Its digest; files of earlier releases lack it."""
     runs: Count = 0
     """Observed trainings that costs were learned from; 0 for none."""
     title: str = ""

@@ -104,7 +104,8 @@ def _observed(origin: Checkpoint, compute_device: str, threads: int, card: str |
     except CheckpointError as error:
         logger.warning("costs that trainings have taught are left out: %s", error)
         return None
-    if made.known.learned.source != origin.name:
+    learned = made.known.learned
+    if learned.source != origin.name or learned.digest not in ("", origin.digest()):
         return None  # the user has measured anew
     return replace(made, why=f"{made.name}, in {path.parent}, was learned from trainings on {hardware['name']}")
 

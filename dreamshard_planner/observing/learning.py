@@ -119,6 +119,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         "hardware_name": f"{checkpoint.measured_on}, learned on {hardware_name(observation.hardware)}",
         "learned": {
             "from": checkpoint.name,
+            "digest": checkpoint.digest(),
             "runs": len(observation.runs),
             "steps": observation.steps,
             "sets": len(sets),

@@ -117,6 +117,8 @@ def test_fit_makes_a_checkpoint_from_measured_sets(
     refused = run(*with_test, measured, "--dataset", once, status=1).stderr
     assert f"{once} does not go with {measured}: 1 timed runs of each set, and 2 in the first" in refused
     assert "at least 8 measured sets, got 5" in run(*with_test, few, status=1).stderr
+    refused = run(*with_test, trained.with_suffix(".dataset.npz"), status=1).stderr
+    assert "the held-out sets were measured on " in refused and "abacus" in refused
 
 
 def test_calibrate_corrects_a_checkpoint_and_plans_take_it(

@@ -169,6 +169,18 @@ def test_what_later_runs_contradict_is_removed(tmp_path: Path, monkeypatch: pyte
     assert _learned(runs(1.0), 2).digest() == measured.digest() and not file.exists()
 
 
+def test_costs_learned_from_a_file_that_the_user_has_replaced_are_left_out(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
+    seen, shipped, own = observation(3), resolve("auto", "cpu"), tmp_path / "checkpoints" / "mine.safetensors"
+    own.parent.mkdir()
+    for created in ("today", "tomorrow"):
+        metadata = {**shipped.metadata, "hardware": seen.hardware, "created": created}
+        replace(shipped, metadata=metadata).save(own)
+        assert resolve("auto", "cpu").name == own.name
+        learn(resolve("auto", "cpu"), seen, observed_file(seen.hardware, 2), force=True)
+        assert resolve("auto", "cpu").name == observed_file(seen.hardware, 2).name
+
+
 def test_equal_parts_of_the_same_tables_are_one_kernel(tmp_path: Path) -> None:
     """Or a level that only half a table on either rank tells would be confirmed by the other half."""
     ranks = []
