@@ -91,11 +91,11 @@ def _observed(origin: Checkpoint, compute_device: str, threads: int, card: str |
 
     A file that cannot be read is logged, and left out: the user has not made it.
     """
-    if not any(folder().glob(f"{compute_device}-*{OBSERVED}")):
+    if not (paths := [*folder().glob(f"{compute_device}-*{OBSERVED}")]):
         return None  # without asking for the card, which may start CUDA
     hardware = described_here(compute_device, card, threads)
     name = re.compile(place(hardware, "([1-9][0-9]*)") + re.escape(OBSERVED))
-    known = {int(found[1]): path for path in folder().iterdir() if (found := name.fullmatch(path.name))}
+    known = {int(found[1]): path for path in paths if (found := name.fullmatch(path.name))}
     if not known:
         return None
     path = known[min(known, key=lambda taught: (abs(math.log(taught / ranks)), taught))]

@@ -362,7 +362,7 @@ class Interconnect:
     def of(cls, topology: Topology) -> Interconnect:
         """Read a topology's bandwidths."""
         per_host = min(topology.intra_group_size, topology.world_size)
-        bandwidths, has_links = topology.comms_bandwidths, topology.compute_device == "cuda"
+        bandwidths, has_links = topology.comms_bandwidths, topology.compute_device != "cpu"
         return cls(
             topology.world_size,
             per_host,

@@ -145,6 +145,8 @@ def test_what_passes_between_hosts_is_what_takes_long() -> None:
     assert ms(links["across"]) == pytest.approx(1e6 / alone + NCCL.between_ms)
     assert ms(links["host_all_gather"]) == pytest.approx(7e6 / (400e6 * NCCL.inside) + NCCL.inside_ms)
     assert ms(links["reduce_scatter"]) == ms(links["all_gather"]) == pytest.approx(15e6 / rings + NCCL.between_ms)
+    accelerators = Topology(16, "mtia", local_world_size=8, intra_host_bw=400e6, inter_host_bw=10e6)
+    assert links_of(accelerators, resolve("roofline", "mtia")) == links
     # Half of the tensor, 16e6 bytes, goes to the other host, and comes back.
     assert ms(links["all_reduce"]) == pytest.approx(16e6 / rings + NCCL.between_ms)
 
