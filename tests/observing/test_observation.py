@@ -44,22 +44,17 @@ def test_long_trainings_keep_few_steps_the_same_on_every_rank() -> None:
 
 def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     whole = observation(2)
-    for rank in range(2):
-        part = replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs))
-        part.save(tmp_path / f"seen.{rank}.json")
-    assert Observation.load_all([tmp_path / "seen.json"]) == whole
+    for name in ("seen.json", "[seen]", "seen*.json"):
+        for rank in range(2):
+            part = replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs))
+            part.save(rank_file(tmp_path / name, rank))
+        assert Observation.load_all([tmp_path / name]) == whole
     assert Observation.load_all([tmp_path / "seen.1.json", tmp_path / "seen.0.json"]).runs == whole.runs
     assert whole.title == "2 runs, 16 steps"
     uneven = replace(whole, runs=(replace(whole.runs[0], world_size=5, hosts=2),))
     assert uneven.topology.local_world_size == 3
     told = run_json("info", tmp_path / "seen.json")
     assert told["kind"] == "observation" and told["runs"] == "2 entries"
-    for name in ("[seen]", "seen*.json"):
-        for rank in range(2):
-            replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs)).save(
-                rank_file(tmp_path / name, rank)
-            )
-        assert Observation.load_all([tmp_path / name]) == whole
     observation(1).save(tmp_path / "seen.2.json")
     with pytest.raises(ObservationError, match=r"seen.0.json, .*seen.2.json: not of one run"):
         Observation.load_all([tmp_path / "seen.json"])
