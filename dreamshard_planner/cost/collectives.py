@@ -78,12 +78,6 @@ class CollectiveFit:
         (_, latency, slope), error = _explained(design, time_ms_P)
         return cls(latency, MAX_BYTES_PER_MS, _rate(slope), error)
 
-    def slowed(self, times: float) -> CollectiveFit:
-        """Return the fit with bandwidths so many times lower and the same latency."""
-        bandwidths = (self.bytes_per_ms, self.shared_bytes_per_ms)
-        bytes_per_ms, shared = (rate if rate == MAX_BYTES_PER_MS else rate / times for rate in bandwidths)
-        return replace(self, bytes_per_ms=bytes_per_ms, shared_bytes_per_ms=shared)
-
     def model(self, world_size: int, source: str) -> CollectiveModel:
         """Return the model of an all-to-all between that many ranks."""
         return CollectiveModel(
@@ -178,6 +172,12 @@ class CollectiveModel:
     def ms_per_byte(self, senders: int = 1) -> float:
         """Return the milliseconds that one byte to each peer costs a rank, latency left out, if so many ranks send."""
         return (self.world_size - 1) * (1 / self.bytes_per_ms + senders / self.shared_bytes_per_ms)
+
+    def slowed(self, times: Sequence[float], relative_error: float) -> CollectiveFit:
+        """Return a fit of so many times the latency, and so many times lower bandwidths."""
+        (latency_times, bytes_times), limits = times, (self.bytes_per_ms, self.shared_bytes_per_ms)
+        slowest, shared = (rate / bytes_times if rate < MAX_BYTES_PER_MS else MAX_BYTES_PER_MS for rate in limits)
+        return CollectiveFit(latency_times * self.latency_ms, slowest, shared, relative_error)
 
     def all_to_all_ms(self, output_bytes_XD: Tensor) -> Tensor:
         """Milliseconds [...] of the output all-to-all of table-wise shards; that of their gradients moves the same

@@ -25,7 +25,6 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.collectives import (
     LATENCY_MS,
     LOOKUPS,
-    MAX_BYTES_PER_MS,
     OPERATIONS,
     REVISION,
     CollectiveFit,
@@ -298,14 +297,14 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     for operation in (*OPERATIONS, *(LOOKUPS if "lookups" in learned or "lookups" in links else ())):
         if operation in learned:
             assumed.discard(operation)
-            fits[operation] = _slowed(seen[operation].model, learned[operation], errors[operation])
+            fits[operation] = seen[operation].model.slowed(learned[operation].tolist(), errors[operation])
         elif slower_2 is None or operation in seen or operation in LOOKUPS:
             fits[operation] = measured.get(operation)
         else:
             assumed.add(operation)
             model = links[operation]
             times_2 = np.maximum(slower_2, 1.0) if model.is_measured else slower_2
-            fits[operation] = _slowed(model, times_2, fmean(errors[name] for name in outputs))
+            fits[operation] = model.slowed(times_2.tolist(), fmean(errors[name] for name in outputs))
     return {
         "backend": first.backend,
         "world_size": first.world_size,
@@ -315,14 +314,6 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         "fits": {operation: fit and asdict(fit) for operation, fit in fits.items()},
         "assumed": sorted(assumed),
     }, said
-
-
-def _slowed(model: CollectiveModel, times_2: np.ndarray, relative_error: float) -> CollectiveFit:
-    """Return a model with latency and byte time multiplied by factors."""
-    latency_times, bytes_times = times_2.tolist()
-    slowest, shared = (min(rate, MAX_BYTES_PER_MS) for rate in (model.bytes_per_ms, model.shared_bytes_per_ms))
-    fit = CollectiveFit(latency_times * model.latency_ms, slowest, shared, relative_error)
-    return fit.slowed(bytes_times)
 
 
 def _of_outputs(run: ObservedRun) -> Iterator[Exchange]:
