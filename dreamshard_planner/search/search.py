@@ -99,11 +99,12 @@ def search(
     if budget.left() and _can_reshard(cost.problem):
         made += stacked_starts(cost, asked, effort)
     extra: list[Sharding] = []
+    in_time = True
     if further is not None and budget.left():
         try:
             extra += further(cost, asked, FURTHER_SHARE * (budget.until - time.monotonic()))
         except TimeoutError:
-            budget.cut_short = True
+            in_time = False
     pool = list(dict.fromkeys([*starts, *made, *extra]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]
@@ -115,7 +116,7 @@ def search(
     first = sorted([*cheapest, *extra], key=cost.overall_ms)
     descents = _Descents(cost, first[0], effort, seed, budget)
     if not _can_reshard(cost.problem):
-        return descents.finish(first, extra)
+        return descents.finish(first, in_time, extra)
     # For the same reason each start has a turn before one may use up the budget.
     turn = int(TURNS * budget.limit / (2 * len(first)))
     for start in first:
@@ -127,7 +128,7 @@ def search(
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
-    return descents.finish([descents.best], extra)
+    return descents.finish([descents.best], in_time, extra)
 
 
 def _can_reshard(problem: Problem) -> bool:
@@ -160,9 +161,9 @@ class _Descents:
         self._candidates = 0
         self.budget = budget
 
-    def finish(self, starts: Sequence[Sharding], extra: Iterable[Sharding]) -> SearchResult:
+    def finish(self, starts: Sequence[Sharding], in_time: bool, extra: Iterable[Sharding]) -> SearchResult:
         """Run the last moves from starts with equal options, and from perturbed copies; return the best plan, with the
-        cheapest kernels that fit."""
+        cheapest kernels that fit. ``in_time`` is True if all starts were made."""
         chosen, budget = self._cost.chosen(starts[0]), self._moves(LAST_MOVES)
         starts_BS = torch.stack([self._cost.chosen(start).assignment_S for start in starts])
         patience = portion(LAST_PATIENCE, self._effort)
@@ -170,7 +171,7 @@ class _Descents:
         state = self._state(chosen.placed(best_S))
         state.prefer_cheaper_kernels()
         best_ms, candidates = self._cost.overall_ms(state.sharding), self._candidates + budget.used
-        cut_short = self.budget.cut_short or budget.cut_short
+        cut_short = self.budget.cut_short or budget.cut_short or not in_time
         return SearchResult(state.sharding, best_ms, self.budget.used, candidates, cut_short, tuple(extra))
 
     def _moves(self, count: int) -> Budget:

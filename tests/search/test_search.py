@@ -29,6 +29,15 @@ def test_where_nothing_fits_there_is_no_sharding() -> None:
     assert search(sharding_cost(9, 5, 40), []) is None
 
 
+def test_a_search_goes_on_without_roll_outs_that_take_too_long() -> None:
+    def late(*_: object) -> list[Sharding]:
+        raise TimeoutError
+
+    late_result, result = (search(sharding_cost(9, 5), [], further=further) for further in (late, None))
+    assert (late_result.sharding, late_result.reshards) == (result.sharding, result.reshards)
+    assert late_result.cut_short and not result.cut_short
+
+
 def with_cores(cost: Cost, cores: SharedCores | None) -> Cost:
     """Return the cost if ranks share cores."""
     return Cost(replace(cost.problem, shared_cores=cores), cost.compute, cost.latent_PH)
