@@ -237,7 +237,8 @@ def test_a_job_goes_on_where_there_is_nothing_to_tell(found: list[dict[str, Any]
     for (said,) in (of_rank["without samples"] for of_rank in found):
         assert "called.json" in said and "no training step" in said
     (run,) = Observation.load_all([folder / "trained.json"]).runs
-    assert [len(rank.statistics) for rank in run.ranks] == [len(FEATURES), 0] and run.statistics["f0"].batches == 4
+    assert [len(rank.statistics) for rank in run.ranks] == [len(FEATURES), 0]
+    assert run.statistics[FEATURES[0]].batches == 4
     assert not list(folder.glob("called*")) and all(rank.steps == 3 for rank in run.ranks)
 
 

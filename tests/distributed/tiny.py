@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from ranks import Rank
+from small_models import collection, table
 from torch import Tensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -29,11 +29,7 @@ LOCAL_BATCH = 16
 SHAPES = ((1000, 16), (50, 8), (400, 32), (1, 4), (2000, 8), (120, 64), (300, 16), (7, 12))
 POOLING_FACTORS = (2, 1, 5, 3, 0, 1, 8, 4, 2)
 """Pooling factors of the features: the first table serves two, and one is always empty."""
-FEATURES = tuple(f"f{index}" for index in range(len(POOLING_FACTORS)))
-
-
-def _features(table: int) -> list[str]:
-    return list(FEATURES[:2]) if table == 0 else [FEATURES[table + 1]]
+FEATURES = ("t0_f0", "t0_f1", *(f"t{index}_f0" for index in range(1, len(SHAPES))))
 
 
 @torch.no_grad()
@@ -51,18 +47,18 @@ class TinyModel(TopLayer):
         mean: int | None = None,
     ) -> None:
         configs = [
-            EmbeddingBagConfig(
-                name=f"t{index}",
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=_features(index),
+            table(
+                f"t{index}",
+                rows,
+                dim,
+                features=2 if index == 0 else 1,
                 init_fn=partial(_fill, seed=index),
                 pooling=PoolingType.MEAN if index == mean else PoolingType.SUM,
             )
             for index, (rows, dim) in enumerate(SHAPES)
         ]
         super().__init__(sum(config.embedding_dim * len(config.feature_names) for config in configs))
-        self.embeddings = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        self.embeddings = collection(*configs)
         apply_optimizer_in_backward(optimizer, self.embeddings.parameters(), dict(arguments))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -106,7 +102,7 @@ def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPl
         f"t{index}": ParameterConstraints(
             sharding_types=["table_wise"],
             compute_kernels=["fused"],
-            pooling_factors=[float(POOLING_FACTORS[FEATURES.index(feature)]) for feature in _features(index)],
+            pooling_factors=list(map(float, POOLING_FACTORS[index + (index > 0) : index + 2])),
         )
         for index in range(len(SHAPES))
     }
