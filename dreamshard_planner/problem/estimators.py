@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +30,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.enumeration import Lengths
 from dreamshard_planner.search_space.options import counted, fqn_of, hot_rows_of, refused, type_of
 from dreamshard_planner.search_space.sharding_types import KERNELS, is_known, serves
 from dreamshard_planner.torchrec_components import compat
@@ -46,8 +47,6 @@ _ROW_COUNTERS = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
 """Values per row that row-wise Adagrad keeps for modes of weight decay."""
 
 
-Lengths = Callable[[ShardingOption], list[float]]
-"""Returns the lookups per sample that an estimator sees as ``input_lengths``."""
 own_lengths: Lengths = attrgetter("input_lengths")
 
 

@@ -254,17 +254,6 @@ def num_ranks(ranks: Ranks, topology: Topology) -> int:
     return {"rank": 1, "host": topology.intra_group_size, "world": topology.world_size}[ranks]
 
 
-def _first_blocks(option: ShardingOption) -> list[int]:
-    """Return which of an option's shards begin with the table's first row."""
-    found: list[int] = []
-    index = 0
-    for run in runs_of(option):  # whose shards are not made one by one, of which there may be millions
-        if run.first.offset[0] == 0:
-            found += range(index, index + (1 if run.step[0] else run.count))
-        index += run.count
-    return found
-
-
 def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -> np.ndarray:
     """Group the option's shards, given by their parts, into units, int64 [U, span]; PlannerError if they do not fill
     units, or the topology has incomplete hosts."""
@@ -275,7 +264,11 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
             f"table {fqn_of(option)!r} belongs on one host, and {why}: give Topology "
             "a local_world_size (and pod_size) that divides its world_size"
         )
-    if not parts or len(parts) % span or (spec.splits_rows and _first_blocks(option) != [*range(0, len(parts), span)]):
+    first_rows = [run.first.offset[0] + run.step[0] * np.arange(run.count) for run in runs_of(option)]
+    fills = bool(parts) and len(parts) % span == 0
+    if fills and spec.splits_rows:
+        fills = np.array_equal(np.flatnonzero(np.concatenate(first_rows) == 0), range(0, len(parts), span))
+    if not fills:
         raise cannot_lie_so(
             f"table {fqn_of(option)!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
             f"which do not fill units of {span} ranks: make plan and enumerator with the planner's topology"

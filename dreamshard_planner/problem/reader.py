@@ -45,7 +45,7 @@ from dreamshard_planner.problem.parts import (
     units_of,
     wire_bytes,
 )
-from dreamshard_planner.search_space.constraints import check_per_feature, constraint_of, per_feature
+from dreamshard_planner.search_space.constraints import constraint_of, counted_factors, per_feature
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, WithOptimizer
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of, tower_refused, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
@@ -193,13 +193,7 @@ class OptionReader:
         # and then the constraint belongs to the other table.
         if len(given) not in (1, len(names)):
             given = [POOLING_FACTOR]
-        factors = per_feature(given, len(names), option.name, "pooling_factors")
-        factors = [
-            self._statistics[name].pooling_factor if name in self._statistics else factor
-            for name, factor in zip(names, factors, strict=True)
-        ]
-        check_per_feature(factors, option.name, f"pooling factors of {names}")
-        return factors
+        return counted_factors(given, names, self._statistics, option.name)
 
     def declared(self, option: ShardingOption) -> TableInputs:
         """Return the option's table as its module declares it."""

@@ -41,6 +41,7 @@ from dreamshard_planner.search_space.sharding_types import (
 )
 from dreamshard_planner.support.formatting import checked, nearest
 from dreamshard_planner.torchrec_components.compat import grid_takes_varied_batches
+from dreamshard_planner.workload.lookups import FeatureStatistics
 
 NOT_OFFERED = "the sharder does not offer it"
 NO_SUCH_TYPE = "there is no such type"
@@ -418,6 +419,17 @@ def per_feature(values: Sequence[float], count: int, table: str, what: str) -> l
     )
 
 
+def counted_factors(
+    factors: Sequence[float], features: Sequence[str], statistics: Mapping[str, FeatureStatistics], table: str
+) -> list[float]:
+    """Return one pooling factor per feature: of its statistics, else the given one; PlannerError as of
+    :func:`per_feature`."""
+    given = zip(features, per_feature(factors, len(features), table, "pooling_factors"), strict=True)
+    found = [statistics[name].pooling_factor if name in statistics else factor for name, factor in given]
+    check_per_feature(found, table, f"pooling factors of {list(features)}")
+    return found
+
+
 def _fill_per_feature(constraint: ParameterConstraints, namesakes: Sequence[ShardableTable]) -> None:
     """Set one value per feature in the constraint of tables of one name; PlannerError if values do not fit. Tables
     that differ in their number of features can share pooling factors alone."""
@@ -434,9 +446,6 @@ def _fill_per_feature(constraint: ParameterConstraints, namesakes: Sequence[Shar
             )
     # Tables of one name and other features have no statistics here, and the reader adds these.
     if features and all(table.feature_names == features for table in namesakes):
-        known = first.owner.counted
-        constraint.pooling_factors = [
-            known[feature].pooling_factor if feature in known else factor
-            for feature, factor in zip(features, constraint.pooling_factors, strict=True)
-        ]
-        check_per_feature(constraint.pooling_factors, first.name, f"pooling factors of {list(features)}")
+        constraint.pooling_factors = counted_factors(
+            constraint.pooling_factors, features, first.owner.counted, first.name
+        )

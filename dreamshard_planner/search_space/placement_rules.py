@@ -148,13 +148,13 @@ class LegalRanks:
     def left_out(self, fqn: str) -> dict[str, str]:
         """Return the sharding types that the rules leave a table no place for, and why."""
         everywhere = frozenset(range(self.world_size))
-        ranks, reason = self.allowed.get(fqn, everywhere), None
+        ranks = self.allowed.get(fqn, everywhere)
+        others = sorted({other for group in self.apart if fqn in group for other in group} - {fqn})
         if ranks != everywhere:
             reason = f"placement_rules leave it {ranks_in_words(ranks)}"
-        others = sorted({other for group in self.apart if fqn in group for other in group} - {fqn})
-        if others and self.world_size > 1:
-            reason = reason or f"it would lie on every rank, and placement_rules keep it apart from {others[0]!r}"
-        if reason is None:
+        elif others and self.world_size > 1:
+            reason = f"it would lie on every rank, and placement_rules keep it apart from {others[0]!r}"
+        else:
             return {}
         firsts = range(0, self.world_size, self.host_size)
         hosts = [host for first in firsts if (host := frozenset(range(first, first + self.host_size))) <= ranks]
