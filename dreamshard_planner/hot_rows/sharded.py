@@ -105,11 +105,6 @@ class Routed:
     others: KeyedJaggedTensor
     """Batch of the other lookups alone."""
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the allocator of CUDA that a stream reads these tensors."""
-        for tensor in (self.batch, self.position_H, self.hot_row_H, self.position_C, self.others):
-            tensor.record_stream(stream)
-
 
 class HotIndex:
     """Sorted keys of all hot rows: ids of every table, behind those of the tables before.
@@ -159,7 +154,8 @@ class HotRowsContext(EmbeddingCollectionContext):
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)
         if self.routed is not None:
-            self.routed.record_stream(stream)
+            for tensors in vars(self.routed).values():
+                tensors.record_stream(stream)
 
 
 class HotRowsEmbeddingCollection(ShardedEmbeddingCollection):
@@ -239,13 +235,7 @@ class HotRowsEmbeddingCollection(ShardedEmbeddingCollection):
 
 
 class _Merged(Awaitable[Tensor]):
-    """Embeddings of all lookups of the row_wise tables.
-
-    Args:
-        first: number of the first of these lookups in the batch.
-        exchanged: embeddings of lookups that are not of hot rows.
-        unique: number of each of these lookups among the rows that the exchange brings; None without index dedup.
-    """
+    """Embeddings of lookups in row_wise tables, of which ``first`` is the first; ``unique`` numbers exchanged rows."""
 
     def __init__(
         self,

@@ -165,11 +165,7 @@ def reasons_in_words(left_out: Mapping[str, str]) -> str:
 
 
 def _usable_kernels(table: ShardableTable, constraint: ParameterConstraints, topology: Topology) -> list[str] | None:
-    """Return the compute kernels that sharder, device and constraint allow a table; PlannerError if there are none.
-
-    Unknown kernels are used if they are named or the sharder offers no others. None stands for TorchRec's own
-    choice, since TorchRec's statistics list all constrained tables.
-    """
+    """Return the kernels that a table may have, unknown ones if there are no others; None for TorchRec's own choice."""
     sharder, compute_device = table.sharder, topology.compute_device
     types = sharder.sharding_types(compute_device)
     told = {kernel for kind in types for kernel in sharder.compute_kernels(kind, compute_device)}
@@ -205,8 +201,7 @@ def _usable_kernels(table: ShardableTable, constraint: ParameterConstraints, top
 
 
 def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str] | None) -> list[str]:
-    """Return the types that all tables of one name may use, sorted, given reasons by table and the types that their
-    constraint or the planner names; PlannerError gives all reasons if none is left."""
+    """Return the types that all tables of one name may use, given reasons by table and the types that are named."""
     usable = sorted(kind for kind in SHARDING_TYPES if not any(kind in reasons for reasons in left_out.values()))
     if usable:
         return usable
@@ -229,9 +224,7 @@ def _keep_means_apart(
     constraints: Mapping[str, ParameterConstraints],
     left_out: Mapping[str, dict[str, str]],
 ) -> None:
-    """Leave out types that break mean pooling in a module, in place, see ``MIXED_MEAN``: all tables are in blocks of
-    rows if a mean-pooled table may not be otherwise; if not, no mean-pooled table is. PlannerError if no type is
-    left for a table."""
+    """Put all tables of a module into blocks of rows if a mean-pooled one must be, else none, see ``MIXED_MEAN``."""
     modules: dict[str, list[ShardableTable]] = {}
     for table in tables:
         modules.setdefault(table.owner.path, []).append(table)
@@ -431,8 +424,7 @@ def counted_factors(
 
 
 def _fill_per_feature(constraint: ParameterConstraints, namesakes: Sequence[ShardableTable]) -> None:
-    """Set one value per feature in the constraint of tables of one name; PlannerError if values do not fit. Tables
-    that differ in their number of features can share pooling factors alone."""
+    """Set one value per feature; tables of one name and unequal numbers of features share pooling factors alone."""
     first, counts = namesakes[0], {len(table.feature_names) for table in namesakes}
     features = first.feature_names
     for what in PER_FEATURE:

@@ -335,11 +335,7 @@ def misses_rows(option: ShardingOption) -> bool:
 
 
 def _without_lone_parts(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """Leave out options of one slice or block unless they share kernel and exchange with others of their type.
-
-    Alone, such an option is the whole table with a kernel and an exchange of its own. In an EmbeddingCollection it
-    would have to be as wide as the others, so it is left out.
-    """
+    """Leave out options of one slice or block, which are whole tables, unless they share an exchange with others."""
     whole = {(option.fqn, option.compute_kernel) for option in options if type_of(option).is_whole}
     kept, lone = list[ShardingOption](), list[ShardingOption]()
     for option in options:
@@ -354,10 +350,7 @@ def _without_lone_parts(options: Sequence[ShardingOption]) -> list[ShardingOptio
 
 
 def _one_width_per_collection(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """Keep one width of column slices per EmbeddingCollection, since TorchRec cannot mix widths.
-
-    This is the width with most weights among tables that can only be split by columns, else among all.
-    """
+    """Keep one width of slices per EmbeddingCollection: with most weights of tables that must be split, else of all."""
 
     def width(option: ShardingOption) -> int | None:
         in_slices = type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)

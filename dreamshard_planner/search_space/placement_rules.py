@@ -74,9 +74,10 @@ class PlacementRules:
 def _groups(what: str, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     checked = []
     for group in groups:
-        if isinstance(group, str) or not all(isinstance(name, str) for name in group) or len(set(group)) < 2:
+        names = set() if isinstance(group, str) or not isinstance(group, Iterable) else set(group)
+        if len(names) < 2 or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{what} takes groups of two tables or more, such as [('a', 'b')]; got {group!r}")
-        checked.append(tuple(sorted(set(group))))
+        checked.append(tuple(sorted(names)))
     return tuple(checked)
 
 
@@ -91,10 +92,10 @@ def _merged(groups: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 
 def _ranks(name: str, ranks: Sequence[int]) -> tuple[int, ...]:
-    ranks = [ranks] if isinstance(ranks, int) else list(ranks)
-    if not ranks:
+    given = {checked(f"on_ranks of table {name!r}", r, 0) for r in (ranks if isinstance(ranks, Iterable) else [ranks])}
+    if not given:
         raise ValueError(f"on_ranks of table {name!r} must name at least one rank")
-    return tuple(sorted({checked(f"on_ranks of table {name!r}", rank, 0) for rank in ranks}))
+    return tuple(sorted(given))
 
 
 PLENTY = 2**20
@@ -217,8 +218,7 @@ class LegalRanks:
 
 
 def _shares(tables: Sequence[ShardableTable]) -> dict[str, float]:
-    """Return each table's share of all bytes or of all columns read, whichever is larger; features without statistics
-    count as one lookup per sample."""
+    """Return each table's share of all bytes or of all columns read (once per sample by default), the larger one."""
 
     def lookups(table: ShardableTable) -> float:
         known = table.owner.counted

@@ -105,8 +105,7 @@ def _attach(
     replicas: DistributedDataParallel,
     refused: dict[str, str],
 ) -> list[str]:
-    """Give the groups of one lookup their optimizers, and return their parameters' names in the module; add refused
-    tables, with reasons, to ``refused``."""
+    """Give the groups of one lookup optimizers, and return their parameters' names; ``refused`` gets reasons."""
     prefix = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
     optimizers: list[ReplicaOptimizer] = []
     ranks = compat.ranks_of_module(module)

@@ -105,7 +105,9 @@ def test_rules_that_cannot_be_kept_are_refused_with_the_reason(
 def test_rules_that_mean_nothing_are_errors_at_once() -> None:
     for made, words in (
         (lambda: PlacementRules(together=["ab"]), "groups of two tables or more"),
-        (lambda: PlacementRules(apart=[("a",)]), "groups of two tables or more"),
+        (lambda: PlacementRules(apart=[("a",), 5]), "groups of two tables or more"),
+        (lambda: PlacementRules(together=[5]), "groups of two tables or more.* got 5"),
+        (lambda: PlacementRules(on_ranks={"a": 1.5}), "'a' must be a whole number from 0, got 1.5"),
         (lambda: PlacementRules(together=[("a", "b"), ("b", "c")], apart=[("a", "c")]), "to be together and apart"),
         (lambda: PlacementRules(on_ranks={"a": []}), "'a' must name at least one rank"),
         (lambda: PlacementRules(on_ranks={"a": [-1]}), "'a' must be a whole number from 0, got -1"),
