@@ -275,8 +275,7 @@ class SavedPlan:
     """Versions."""
     predicted: Predicted
     alone_ms: dict[str, Amount | tuple[Amount, ...]]
-    """Milliseconds of each shard of a table alone on its rank, or their sum if they are alike; empty if nobody
-    rated them, which a file may not have."""
+    """Milliseconds of each shard of a table alone on its rank, or their sum if they are alike."""
     inputs: PlanInputs
     sharding: dict[str, dict[str, TableSharding]]
     """By the fully qualified name of a module and the name of a table, as in TorchRec's ``ShardingPlan``."""
@@ -302,7 +301,7 @@ class SavedPlan:
         for entry in predicted.memory:
             if not len(entry.used_bytes) == len(entry.limit_bytes) == world_size:
                 raise ValueError(f"{entry.kind} of other ranks is predicted than the topology's {world_size}")
-        if self.alone_ms and (odd := sorted(sharded.keys() ^ self.alone_ms.keys())):
+        if odd := sorted(sharded.keys() ^ self.alone_ms.keys()):
             raise ValueError(f"predicted costs and sharding name different tables: {', '.join(odd[:5])}")
         for fqn, known in self.alone_ms.items():
             if isinstance(known, tuple) and len(known) != len(sharded[fqn].shards):
@@ -315,11 +314,11 @@ class SavedPlan:
                 yield f"{path}.{name}".removeprefix("."), sharding
 
     def report(self) -> Report:
-        """As it was when the plan was made; costs of tables are NaN where nobody rated them."""
+        """As it was when the plan was made."""
         known = {entry.name: getattr(self.predicted, entry.name) for entry in fields(Predicted)}
         tables = []
         for fqn, table in self.tables():
-            alone_ms, ranks = self.alone_ms.get(fqn, math.nan), tuple(shard.rank for shard in table.shards)
+            alone_ms, ranks = self.alone_ms[fqn], tuple(shard.rank for shard in table.shards)
             shard_ms = alone_ms if isinstance(alone_ms, tuple) else (alone_ms / len(ranks),) * len(ranks)
             tables.append(TableEntry(fqn, table.sharding_type, table.kernel, ranks, shard_ms))
         return Report(**known, tables=tuple(tables))
@@ -351,10 +350,7 @@ class SavedPlan:
                 is wrong with it.
         """
         document = entries_of(path, FORMAT, VERSION, "plan and save again", PlanError)
-        saved = parsed(cls, {**document, "name": Path(path).name}, path, PlanError)
-        if saved.inputs.tables and not saved.alone_ms:
-            raise PlanError(f"{path}: alone_ms has no table: plan and save again")
-        return saved
+        return parsed(cls, {**document, "name": Path(path).name}, path, PlanError)
 
 
 def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_size: int) -> None:

@@ -195,7 +195,7 @@ DAMAGES: list[tuple[Any, tuple[str | int, ...], str]] = [
     ("int64", (*T1, "data_type"), "'int64' is no .* weights train in"),
     (0.0, (*TOPOLOGY, "bandwidths", "DDR"), "bandwidths: DDR must be greater than 0 on cpu"),
     (math.inf, ("predicted", "chosen", "collectives_ms"), "a cost of dreamshard is infinite"),
-    ({}, ("alone_ms",), "alone_ms has no table"),
+    ({}, ("alone_ms",), "costs and sharding name different tables: t0, t1, t2, t3"),
     ([1.0] * 9, ("alone_ms", "t0"), "'t0' has 1 shards, and alone_ms of 9"),
     (1.0, ("alone_ms", "t9"), "costs and sharding name different tables: t9"),
     ([1.0] * 3, ("predicted", "rivals", 0, "backward_ms"), "costs of 3 ranks are predicted, the topology has 2"),
