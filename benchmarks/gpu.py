@@ -29,7 +29,7 @@ def commands(device: str, ranks: int, out: Path, name: str, minutes: float, quic
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc_per_node={ranks}"
     folder, scripts, made = (shlex.quote(str(path)) for path in (out, BENCHMARKS, out / f"{name}.safetensors"))
     seconds = {key: max(1, round(60 * minutes * share)) for key, share in SHARES.items()}
-    tests = "-m 'not gpu' tests/measure/test_gpu.py" if cpu else "-m gpu"
+    tests = "-m 'not gpu' tests/measure/test_kernels.py" if cpu else "-m gpu"
     collectives = f"--collectives={folder}/collectives.json" if ranks > 1 else ""
     updates = "--quick" if quick else f"--updates={max(20, min(300, round(12 * minutes)))}"
     referee = f"{python} {scripts}/compare_placements.py --device={device} --checkpoint={made}"

@@ -268,7 +268,7 @@ class Machine:
             "cards": gpu.cards[:1] if gpu else (UNKNOWN_CARD,) if self.memory_bytes_per_s else None,
             "ddr_cap": self.host_memory_bytes,
             "ssd_cap": self.ssd_bytes,
-            **{f"{own}_cap": memory},
+            f"{own}_cap": memory,
             **{name: rate and rate / 1e3 for name, rate in bytes_per_s.items()},
         }
         arguments = {**self.more, **{name: value for name, value in given.items() if value is not None}}

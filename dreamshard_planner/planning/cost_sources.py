@@ -30,6 +30,10 @@ from dreamshard_planner.workload.tables import FEATURE_INDEX, OPTIMIZERS
 
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
 """An exchange that costs nothing of its own."""
+_UNCOUNTED = (
+    "the exchange of lookups is not counted: collectives of {} were measured without it "
+    "(python -m dreamshard_planner.measure.collectives measures it)"
+)
 _QUANTIZED = (
     "the model has quantized tables, whose kernels were not measured: bandwidths give the costs of all its tables"
 )
@@ -136,7 +140,7 @@ class CheckpointCosts:
         uses_network = self.uses_network and not quantized
         return (
             *noted("assumption", default_notes(topology, links_measured=measured)),
-            *noted("source", [_uncounted_lookups(checkpoint)] if uncounted else []),
+            *noted("source", [_UNCOUNTED.format(checkpoint.name)] if uncounted else []),
             *noted("source", [_QUANTIZED] if quantized else []),
             *noted("source", checkpoint_notes(checkpoint, topology, uses_network=uses_network)),
             *noted("source", self._cores_notes()),
@@ -244,13 +248,6 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
     if "bucketing" in links:  # each rank sorts its own ids, however many ranks there are: as if one of two got them
         links["bucketing"] = replace(links["bucketing"], world_size=2)
     return links
-
-
-def _uncounted_lookups(checkpoint: Checkpoint) -> str:
-    return (
-        f"the exchange of lookups is not counted: collectives of {checkpoint.name} were measured without it "
-        "(python -m dreamshard_planner.measure.collectives measures it)"
-    )
 
 
 def _measured(topology: Topology, checkpoint: Checkpoint) -> dict[str, CollectiveModel]:

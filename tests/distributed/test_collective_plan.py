@@ -356,6 +356,7 @@ def test_collectives_are_measured_between_ranks(told: dict[str, list[Any]], tmp_
         (lambda text: text.replace('"revision": 3', '"revision": 4'), "revision must be 3, got 4: measure"),
         (lambda text: text.replace('"bytes_per_ms": 2.0', '"bytes_per_ms": -1'), "fits.*bytes_per_ms: must be greater"),
         (lambda text: text.replace('"all_reduce"', '"reduce"'), "fits lack all_reduce"),
+        (lambda text: text.replace("abacus", ""), "hardware must have a device and a name"),
     ],
 )
 def test_damaged_measurements_are_refused(damage: Callable[[str], str], reason: str, tmp_path: Path) -> None:
