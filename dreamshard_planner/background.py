@@ -33,7 +33,7 @@ from dreamshard_planner.offline.from_plan import as_in_file, job_of
 from dreamshard_planner.planning.remembered import Remembered, batch_size_of, least_gain, sharding_key
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.support.files import open_locked
-from dreamshard_planner.workload.counting import SAME_BATCH
+from dreamshard_planner.workload.counting import same_batch
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
         if (
             one.plan is not None
             and Remembered.of_plan(one.plan, observation.hardware) == remembered
-            and _alike(_samples(one, one.plan), _samples(run, plan))  # else steps do not compare
+            and same_batch(_samples(one, one.plan), _samples(run, plan))  # else steps do not compare
         ):
             key = sharding_key(one.plan.sharding)
             steps_ms.setdefault(key, one.step_ms)
@@ -180,7 +180,7 @@ def _remember(observation: Observation, run: ObservedRun, plan: SavedPlan, check
 def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) -> tuple[SavedPlan, float, float]:
     """Return a plan for what a run observed, with predicted costs of the run's plan and of it."""
     job, samples = job_of(plan, run.statistics), _samples(run, plan)
-    batch_size = job.batch_size if _alike(samples, job.batch_size) else samples
+    batch_size = job.batch_size if same_batch(samples, job.batch_size) else samples
     planner = replace(job, batch_size=batch_size, settings={**job.settings, "checkpoint": checkpoint}).plan()
     made = planner.saved_plan()
     return as_in_file(made, plan), planner.predict(plan).total_ms, made.predicted.chosen.total_ms
@@ -189,10 +189,6 @@ def _planned_again(run: ObservedRun, plan: SavedPlan, checkpoint: Checkpoint) ->
 def _samples(run: ObservedRun, plan: SavedPlan) -> int:
     """Return the samples of a run's local batch, by its plan if it has counted none."""
     return batch_size_of(run.statistics) or plan.inputs.batch_size
-
-
-def _alike(samples: int, others: int) -> bool:
-    return max(samples, others) <= SAME_BATCH * min(samples, others)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Predicted
 from dreamshard_planner.search_space.sharding_types import DENSE
 from dreamshard_planner.support.formatting import first_of
-from dreamshard_planner.workload.counting import SAME_BATCH
+from dreamshard_planner.workload.counting import same_batch
 from dreamshard_planner.workload.tables import costed_optimizer
 
 NEAR, NEAR_EXCHANGE = 0.2, 0.5
@@ -129,7 +129,7 @@ def _predicted_ms(predicted: Predicted, carried: str) -> float:
 def _other_work(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
     """Tell how the run's work differs from that of the prediction, so that times do not compare."""
     planned, seen = plan.inputs.batch_size, max((feature.samples for feature in run.statistics.values()), default=0)
-    if seen and max(planned, seen) > SAME_BATCH * min(planned, seen):
+    if seen and not same_batch(planned, seen):
         yield (
             f"another batch size: the plan was made for {planned:,} samples a rank, and batches have {seen:,}; "
             f"give the planner batch_size={seen}"

@@ -256,6 +256,11 @@ def of_like_batches(parts: Sequence[FeatureStatistics]) -> list[FeatureStatistic
     return [part for part in parts if least <= part.samples <= SAME_BATCH * least]
 
 
+def same_batch(samples: int, others: int) -> bool:
+    """Return whether statistics and times of batches of these sizes compare, see :data:`SAME_BATCH`."""
+    return max(samples, others) <= SAME_BATCH * min(samples, others)
+
+
 @neutral()
 def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStatistics:
     """Return one feature's statistics over several sources, weighted by their batches.
@@ -264,7 +269,7 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
         StatisticsError: batch sizes differ by more than :data:`SAME_BATCH`.
     """
     sizes = sorted({part.samples for part in parts})
-    if sizes[-1] > SAME_BATCH * sizes[0]:
+    if not same_batch(sizes[0], sizes[-1]):
         raise StatisticsError(
             f"feature {name!r}: statistics of batches of {sizes[0]:,} and of {sizes[-1]:,} samples do not merge, since "
             "reuse belongs to a batch size; take all with the same"
