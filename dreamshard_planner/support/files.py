@@ -67,8 +67,8 @@ def _new_beside(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, Path]]
         finally:
             with contextlib.suppress(FileNotFoundError):
                 part.unlink()
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a name with a null character, or text that is no Unicode
+        raise FileError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def open_locked(path: Path, wait: bool = False) -> BinaryIO:

@@ -41,8 +41,6 @@ def canonical(value: Any, depth: int = MAX_DEPTH) -> str:
         raise ValueError(f"values nest deeper than {MAX_DEPTH} levels, or hold themselves: {type(value).__name__}")
     if value is None or isinstance(value, (str, bytes, bool, int, float)) and not isinstance(value, Enum):
         return repr(value)
-    if isinstance(value, np.generic):
-        return repr(value.item())
     if isinstance(value, Enum):
         return f"{_name(type(value))}.{value.name}"
     if isinstance(value, (torch.dtype, torch.device)):
@@ -54,6 +52,10 @@ def canonical(value: Any, depth: int = MAX_DEPTH) -> str:
     def inner(part: Any) -> str:
         return canonical(part, depth - 1)
 
+    if isinstance(value, (np.generic, np.ndarray)):
+        return inner(value.tolist())
+    if isinstance(value, partial):
+        return inner((value.func, value.args, value.keywords))
     if isinstance(value, Mapping):
         return "{" + ", ".join(sorted(f"{inner(key)}: {inner(part)}" for key, part in value.items())) + "}"
     if isinstance(value, Set):

@@ -3,7 +3,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 import small_models
 import torch
@@ -99,6 +101,7 @@ def test_the_order_of_constraints_and_statistics_does_not_count() -> None:
 
 def test_texts_of_inputs_tell_them_apart() -> None:
     texts = [1, 1.0, "1", True, None, [1], {1}, {1: 1}, EmbOptimType.ADAM, torch.ones(1), torch.ones(2), torch.float32]
+    texts += [np.arange(2000) == 1, np.arange(2000) == 1000, partial(int, base=2), partial(int, base=8)]
     assert len({canonical(text) for text in texts}) == len(texts)
     assert canonical({"b": 1, "a": {3, 2}}) == canonical({"a": {2, 3}, "b": 1})
     endless: list = []

@@ -51,6 +51,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
         ("/proc/x", "cannot be written: No such file"),
         ("/dev/full", "cannot be written: it is no regular file"),
         ("n" * 300, "cannot be written: File name too long"),
+        ("null\0", "cannot be written: embedded null byte"),
     ],
 )
 @pytest.mark.parametrize("write", [check_writable, lambda path: write_whole(path, b"x")])
