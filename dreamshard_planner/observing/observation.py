@@ -175,7 +175,7 @@ class ObservedRun:
         return max(rank.steps for rank in self.ranks)
 
     def medians(self, *columns: str) -> tuple[float, ...]:
-        """Return the median of columns, or of their sum, by rank."""
+        """Return the sum of the medians of columns, by rank."""
         return tuple(sum(rank.median(column) for column in columns) for rank in self.ranks)
 
     @cached_property

@@ -242,6 +242,17 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
         slower = measured["all_reduce"].bytes_per_ms / learned["all_reduce"].bytes_per_ms
         assert slower > times if times > 1 else slower == pytest.approx(times)
         assert "not observed" in learned["all_reduce"].source
+    # A slowdown that was taken over stays if the operation is seen once, as slow as that.
+    gathered = {"span": 40.0, "bytes": 1e6, "calls": 1.0}
+    more = {f"outputs all_gather forward {kind}": (value,) * 8 for kind, value in gathered.items()}
+    once = replace(runs[0], ranks=tuple(replace(rank, columns=rank.columns | more) for rank in runs[0].ranks))
+    exchanges_ms = [one.ms for one in once.outputs.values()]
+    fits = {"all_gather": asdict(CollectiveFit(40.0 * once.outputs_ms / sum(exchanges_ms), 1e15, 1e15, 0.1))}
+    collectives = known.metadata["collectives"] | {"fits": known.metadata["collectives"]["fits"] | fits}
+    of_other = replace(known, metadata=known.metadata | {"collectives": collectives | {"assumed": ["all_gather"]}})
+    made = learn(of_other, replace(seen, runs=(once, runs[1])), tmp_path / "learned.safetensors", force=True)
+    assert made.metadata["collectives"]["fits"]["all_gather"] == fits["all_gather"]
+    assert "all_gather" in made.metadata["collectives"]["assumed"]
     one_alone = replace(seen, runs=tuple(replace(run, ranks=run.ranks[:1]) for run in runs))
     alone = learn(resolve("roofline", "cpu"), one_alone, tmp_path / "alone.safetensors", force=True)
     assert alone.metadata["collectives"] is None  # nobody knows how long it waited
