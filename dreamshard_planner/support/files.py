@@ -51,8 +51,8 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
 @contextmanager
 def _new_beside(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, Path]]:
     """Yield a new file beside ``path``, removed at the end unless renamed, and the path without links."""
-    target = Path(os.path.realpath(path))
     try:
+        target = Path(os.path.realpath(path))
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         if target.exists() and not target.is_file():
