@@ -47,7 +47,7 @@ from dreamshard_planner.policy.mdp import Sweep
 from dreamshard_planner.policy.network import SWEEPS, Policy, opening_types, policy_starts, roll_out
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.effort import EFFORTS
+from dreamshard_planner.search.effort import EFFORTS, SearchSettings
 from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import OptionTotals, level_starts
 from dreamshard_planner.search_space.constraints import PlanningConstraints
@@ -88,7 +88,7 @@ def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str
     played_seconds = time.process_time() - began
 
     def searched(effort: float, plays: bool) -> list[Sharding | None]:
-        found = search(cost, [], effort, further=(lambda *_: rolled_out) if plays else None)
+        found = search(cost, [], SearchSettings(effort), further=(lambda *_: rolled_out) if plays else None)
         return [None if found is None else found.sharding]
 
     def played(types: Sequence[str] | None = None) -> list[Sharding | None]:

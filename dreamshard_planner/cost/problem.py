@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -312,8 +312,6 @@ class Cost:
         (rank_S, part_S, _), (rank_Y, part_Y, _) = (
             problem.laid_by([sharding.now(table) for table in tables.tolist()]) for tables in (free, laid)
         )
-        units_K = every.units_O[row_T[free]]
-        table_S, unit_S = free.repeat(units_K).tolist(), counted_up(np.zeros_like(units_K), units_K).tolist()
         rest = replace(
             problem,
             features_PF=problem.features_PF[part_S],
@@ -321,14 +319,13 @@ class Cost:
             needs_PM=problem.needs_PM[part_S],
             limits_DM=problem.limits_DM - problem.taken(rank_Y, part_Y),
             bytes_PC=problem.bytes_PC[part_S],
-            names=tuple([problem.names[table] for table in table_S]),
+            names=tuple([problem.names[table] for table in free.repeat(every.units_O[row_T[free]]).tolist()]),
             tables=(),
         )
         preload = Preload(self.group_latents(rank_Y, part_Y), self.bytes_sent(rank_Y, part_Y)) if len(part_Y) else None
         cost = Cost(rest, self.compute, self.latent_PH[part_S], preload)
         cost.single_ms_P = self.single_ms_P[part_S]  # rated once, however often something is chosen
-        units = tuple(zip(table_S, unit_S, strict=True))
-        return Chosen(cost, rank_S, units, sharding)
+        return Chosen(cost, rank_S, free.tolist(), sharding)
 
     def notes(self, sharding: Sharding) -> tuple[str, ...]:
         """Return notes for readers of this sharding's cost."""
@@ -346,13 +343,13 @@ class Chosen:
     """Cost of the units of span 1, one part each."""
     assignment_S: Tensor
     """Rank of each of them, as the sharding has it."""
-    units: tuple[tuple[int, int], ...]
-    """Table of each of them, and which unit of its option it is."""
+    tables: Sequence[int]
+    """Tables that they are of, in order."""
     sharding: Sharding
 
     def placed(self, assignment_S: Tensor) -> Sharding:
         """The sharding with the units of span 1 on other ranks."""
-        positions, ranks = list(self.sharding.positions), assignment_S.tolist()
-        for table, units in groupby(zip(self.units, ranks, strict=True), key=lambda unit: unit[0][0]):
-            positions[table] = tuple([rank for _, rank in units])
+        positions, ranks = list(self.sharding.positions), iter(assignment_S.tolist())
+        for table in self.tables:
+            positions[table] = tuple(islice(ranks, len(positions[table])))
         return Sharding(self.sharding.options, tuple(positions))

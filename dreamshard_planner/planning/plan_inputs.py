@@ -40,7 +40,7 @@ from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.planning.ranks import PlannedRanks, ShardingGroups
 from dreamshard_planner.plans.plan_file import BANDWIDTHS, GroupsInputs, PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.effort import DEFAULT_EFFORT, EFFORTS
+from dreamshard_planner.search.effort import DEFAULT_EFFORT, EFFORTS, SearchSettings
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -123,9 +123,10 @@ class PlannerSettings:
         return self.given_batch_size or BATCH_SIZE
 
     @property
-    def search_cap_seconds(self) -> float:
-        """Cap on the search, the shorter of ``search_seconds`` and ``timeout_seconds``; infinite without both."""
-        return min(filter(None, (self.search_seconds, self.timeout_seconds)), default=math.inf)
+    def searching(self) -> SearchSettings:
+        """Bounds and seed of a search; its cap is the shorter of ``search_seconds`` and ``timeout_seconds``."""
+        seconds = min(filter(None, (self.search_seconds, self.timeout_seconds)), default=math.inf)
+        return SearchSettings(self.effort_factor, self.seed, seconds)
 
     @property
     def effort_factor(self) -> float:

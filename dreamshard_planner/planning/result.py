@@ -410,8 +410,8 @@ def _forced_out(
     offered = by_table(options)
     kept = [one for one in plan if not any(same_option(one, other) for other in offered.get(fqn_of(one), ()))]
     read = wider.read([*options, *kept], model.left)
-    cost, start, settings = wider.cost(read), read.sharding(plan), model.settings
-    found = search(cost, [start], FIGURE_EFFORT * settings.effort_factor, settings.seed, settings.search_cap_seconds)
+    cost, start, searching = wider.cost(read), read.sharding(plan), model.settings.searching
+    found = search(cost, [start], replace(searching, effort=FIGURE_EFFORT * searching.effort))
     exact_ms = cost.overall_ms(start)
     if found is None or not found.overall_ms < exact_ms * (1 - NOTHING):
         return ()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
@@ -23,7 +23,7 @@ from dreamshard_planner.planning.rater import PlanRater, RatedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
-from dreamshard_planner.search.effort import portion
+from dreamshard_planner.search.effort import SearchSettings, portion
 from dreamshard_planner.search.placing import heuristic_placements, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
 from dreamshard_planner.search_space.enumeration import all_sized, other_sizes
@@ -45,20 +45,6 @@ SHARDS_PROPOSED = 200_000
 LEAST_PROPOSALS = 4
 SHARDS_OF_ONE = 2_000_000
 """Tables x ranks from which on a single proposal is tried."""
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """Bounds and seed of the searches for one plan."""
-
-    effort: float = 1.0
-    seed: int = 0
-    seconds: float = math.inf
-    """Cap on all searches together, on top of their counts of candidates."""
-
-    def search(self, cost: Cost, starts: Iterable[Sharding], further: Further | None = None) -> SearchResult | None:
-        """Search from some starts, see :func:`~dreamshard_planner.search.search.search`."""
-        return search(cost, starts, self.effort, self.seed, self.seconds, further)
 
 
 def place_proposal(
@@ -97,9 +83,9 @@ def place_proposal(
     }
     starts = [plan for plan in plans.values() if plan is not None]
     if quickly:
-        result = replace(settings, effort=QUICK, seconds=math.inf).search(cost, starts)
+        result = search(cost, starts, replace(settings, effort=QUICK, seconds=math.inf))
     else:
-        result = settings.search(cost, starts, _roll_outs(context))
+        result = search(cost, starts, settings, _roll_outs(context))
     if result is None:
         raise infeasible(chosen.cost.problem, context.splitting_left_out)
     plans |= _cheapest_roll_out(result)
@@ -212,7 +198,7 @@ def search_plan(
         context: reads and rates options.
         search_space: options of all tables, with storage. The chosen ones get ranks.
         topology: with the memory that the storage reservation left.
-        settings: bounds and seed of the searches.
+        settings: bounds and seed of the searches, all of which share the seconds.
     """
     options, until = context.certain_options(search_space), time.monotonic() + settings.seconds
     with single_thread():
@@ -258,7 +244,7 @@ def _searched(
         result = replace(alone, sharding=fitting[WHOLE])
     else:
         rest = replace(settings, seconds=until - time.monotonic())
-        result = rest.search(cost, fitting.values(), _roll_outs(context))
+        result = search(cost, fitting.values(), rest, _roll_outs(context))
         drafts = _cheapest_roll_out(result)
         # A roll-out over all options takes the place of the one over whole tables.
         rivals = (*(one for one in rivals if one.name not in drafts), *_rated(cost, drafts))

@@ -5,10 +5,26 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 EFFORTS = {"quick": 0.02, "default": 1.0, "thorough": 4.0}
 """Candidates of each part of planning, as multiples of the default's, by the name of the effort."""
 DEFAULT_EFFORT = "default"
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """Bounds and seed of a search."""
+
+    effort: float = 1.0
+    """Share of the default's starts, candidates and patience."""
+    seed: int = 0
+    """Seed of perturbations."""
+    seconds: float = math.inf
+    """Cap on the search, its starts included, on top of its counts of candidates."""
+
+
+DEFAULT_SETTINGS = SearchSettings()
 
 
 def portion(count: int, effort: float) -> int:

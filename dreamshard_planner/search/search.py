@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from dreamshard_planner.cost.problem import Cost, Problem, Sharding
-from dreamshard_planner.search.effort import Budget, portion
+from dreamshard_planner.search.effort import DEFAULT_SETTINGS, Budget, SearchSettings, portion
 from dreamshard_planner.search.moves import LAST_PATIENCE, local_search
 from dreamshard_planner.search.reshards import ShardingState, in_steps
 from dreamshard_planner.search.starts import OptionTotals, group_moves, level_starts, packed_start, stacked_starts
@@ -75,9 +75,7 @@ class SearchResult:
 def search(
     cost: Cost,
     starts: Iterable[Sharding],
-    effort: float = 1.0,
-    seed: int = 0,
-    seconds: float = math.inf,
+    settings: SearchSettings = DEFAULT_SETTINGS,
     further: Further | None = None,
 ) -> SearchResult | None:
     """Descend from the cheapest of some feasible shardings, then from perturbed copies of the best; never worse
@@ -86,13 +84,11 @@ def search(
     Args:
         cost: the problem and its cost.
         starts: feasible shardings; others are made by :func:`level_starts` and :func:`stacked_starts`.
-        effort: share of the default's starts, candidates and patience.
-        seed: of perturbations.
-        seconds: cap on the search, its starts included, on top of its budget of candidates.
+        settings: bounds and seed.
         further: makes a few starts more, from all of which there are descents as well.
     """
-    budget = _budget(cost, effort, time.monotonic() + seconds)
-    asked = OptionTotals(cost)
+    effort, asked = settings.effort, OptionTotals(cost)
+    budget = _budget(cost, effort, time.monotonic() + settings.seconds)
     if not asked.may_fit:
         return None
     made = level_starts(cost, asked, budget.left, effort)
@@ -114,7 +110,7 @@ def search(
     # Further starts replace none of the others: the cost of a start says little about the end of its descent.
     cheapest = [start for start in order if start not in extra][: portion(STARTS, effort)]
     first = sorted([*cheapest, *extra], key=cost.overall_ms)
-    descents = _Descents(cost, first[0], effort, seed, budget)
+    descents = _Descents(cost, first[0], effort, settings.seed, budget)
     if not _can_reshard(cost.problem):
         return descents.finish(first, in_time, extra)
     # For the same reason each start has a turn before one may use up the budget.

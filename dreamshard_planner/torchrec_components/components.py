@@ -34,10 +34,11 @@ from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.rater import PlanRater, RatedPlan
 from dreamshard_planner.planning.remembered import LEAST_GAIN, Remembered, Replacement
 from dreamshard_planner.planning.result import ChosenPlan, signatures
-from dreamshard_planner.planning.search_plan import SearchedPlan, SearchSettings, place_proposal, search_plan
+from dreamshard_planner.planning.search_plan import SearchedPlan, place_proposal, search_plan
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry, noted
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search.effort import DEFAULT_SETTINGS, SearchSettings
 from dreamshard_planner.search_space.options import perf_of, set_perf, set_ranks
 from dreamshard_planner.support.reproducible import neutral, single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -144,10 +145,10 @@ class DreamShardPartitioner(Partitioner):
     def __init__(
         self,
         context: PlanRater | None = None,
-        settings: SearchSettings | None = None,
+        settings: SearchSettings = DEFAULT_SETTINGS,
         quickly: bool = False,
     ) -> None:
-        self._context, self._settings, self._quickly = context, settings or SearchSettings(), quickly
+        self._context, self._settings, self._quickly = context, settings, quickly
 
     @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
@@ -284,16 +285,15 @@ class SearchLoop:
         if given.perf_model is not None:  # it may like a plan of TorchRec's better than ours
             own += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
         self.proposers = given.proposers or own
-        self._settings = SearchSettings(settings.effort_factor, settings.seed, settings.search_cap_seconds)
         many = given.proposers is not None or given.perf_model is not None
-        ours = DreamShardPartitioner(context, self._settings, quickly=many)
+        ours = DreamShardPartitioner(context, settings.searching, quickly=many)
         self.partitioner = given.partitioner or ours
 
     @cached_property
     def found(self) -> SearchedPlan:
         """Outcome of the search over all options; raises PlannerError if constraints leave a table no option."""
         options = copy.deepcopy(self.model.searched)
-        return search_plan(self.model.context, options, self.model.left, self._settings)
+        return search_plan(self.model.context, options, self.model.left, self.model.settings.searching)
 
     def _proposal(self) -> list[ShardingOption]:  # a lambda would not pickle
         return self.found.proposal
@@ -368,7 +368,7 @@ class SearchLoop:
             set_ranks(option, None)
         try:
             with single_thread():
-                placed = place_proposal(self.model.context, again, self.model.left, self._settings)
+                placed = place_proposal(self.model.context, again, self.model.left, self.model.settings.searching)
         except PlannerError:
             return plan, None
         placed.read.assign(placed.sharding)
