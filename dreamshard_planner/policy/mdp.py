@@ -100,16 +100,6 @@ class Shortlist:
     """Sum of powers over all ranks before."""
     highest_EOR: np.ndarray
     """Height of which powers are shares."""
-    doublings: int
-    ranks: int
-
-    def risen(self, more_EOKR: np.ndarray) -> np.ndarray:
-        """Return the rise of power means by rises of sums of powers, [E, O, K, R]."""
-        sum_EO1R = self.sum_EOR[:, :, None]
-        roots = (
-            _roots((sum_EOXR / self.ranks).clip(0), self.doublings) for sum_EOXR in (sum_EO1R + more_EOKR, sum_EO1R)
-        )
-        return self.highest_EOR[:, :, None] * np.subtract(*roots)
 
 
 @dataclass(frozen=True)
@@ -171,7 +161,7 @@ class EstimatedMDP:
         if laid is not None:
             self._take_up(laid)
         listed = self._shortlist(actions, sweep)
-        rated_EOK = self._rated(actions, laid, listed)
+        rated_EOK = self._rated(actions, sweep, laid, listed)
         types_EN = self.types_ETN[:, step] if laid is None and self.types_ETN is not None else None
         return self._placed(actions, sweep, listed, rated_EOK, types_EN)
 
@@ -179,7 +169,15 @@ class EstimatedMDP:
         self, actions: TableActions, sweep: Sweep, listed: Shortlist, rated_EOK: np.ndarray, types_EN: np.ndarray | None
     ) -> Choices:
         """Place the units of each option at the shortlisted positions where they raise the weighted means least."""
-        rise_EOKR = sweep.mean * listed.mean_EOKR + (1 - sweep.mean) * listed.risen(listed.more_EOKR)
+        ranks, doublings = self.task.problem.num_ranks, sweep.doublings
+
+        def risen(more_EOKR: np.ndarray) -> np.ndarray:
+            """Return the rise of power means by rises of sums of powers, [E, O, K, R]."""
+            before_EO1R = listed.sum_EOR[:, :, None]
+            sums = before_EO1R + more_EOKR, before_EO1R
+            return listed.highest_EOR[:, :, None] * np.subtract(*(_roots((s / ranks).clip(0), doublings) for s in sums))
+
+        rise_EOKR = sweep.mean * listed.mean_EOKR + (1 - sweep.mean) * risen(listed.more_EOKR)
         key_EOK = np.where(listed.legal_EOK, rise_EOKR.sum(-1), np.inf)
         exists_OU, episode_E1 = actions.exists_OU, np.arange(len(key_EOK))[:, None]
         best_EOU = key_EOK.argsort(-1, kind="stable")[..., : exists_OU.shape[1]] * exists_OU
@@ -191,13 +189,13 @@ class EstimatedMDP:
         # All ranks of a unit count from here on, each with what is on it.
         rank_EQ, added_EQ = actions.ranks_at(position_EOU), rated_EOK[best][:, actions.option_Q, actions.unit_Q]
         before_EQ, highest_EQ = self.height_ERD[episode_E1, 0, rank_EQ], listed.highest_EOR[:, actions.option_Q, 0]
-        more_EQ = _added_powers(before_EQ, added_EQ, highest_EQ, listed.doublings)
+        more_EQ = _added_powers(before_EQ, added_EQ, highest_EQ, doublings)
         more_EOR[..., 0] = np.add.reduceat(more_EQ, actions.first_O, -1)
         unused_EOJ = self.height_ERD.max(-1)[:, actions.raised_OR[:, 1:]] <= NOTHING
         return Choices(
             actions,
             mean_EOR=mean_EOR,
-            peak_EOR=listed.risen(more_EOR[:, :, None])[:, :, 0],
+            peak_EOR=risen(more_EOR[:, :, None])[:, :, 0],
             start_up_EO=(unused_EOJ * actions.start_up_OJ).sum(-1),
             position_EOU=position_EOU,
             rank_EQ=rank_EQ,
@@ -235,15 +233,13 @@ class EstimatedMDP:
             more_EOKR=more_EORN[(*at, slice(None), position_EOK)],
             sum_EOR=sum_EOR1[..., 0],
             highest_EOR=highest_EOR1[..., 0],
-            doublings=doublings,
-            ranks=ranks,
         )
 
-    def _rated(self, actions: TableActions, laid: Laid | None, listed: Shortlist) -> np.ndarray:
+    def _rated(self, actions: TableActions, sweep: Sweep, laid: Laid | None, listed: Shortlist) -> np.ndarray:
         """Rate what the first part of each option would add to the compute of the shortlisted ranks, [E, O, K], in
         place of the estimates; and the fused groups that the table was taken from."""
-        span_O1 = actions.span_O[:, None]
-        rank_EOK = (listed.position_EOK * span_O1).clip(max=listed.ranks - 1)
+        span_O1, ranks = actions.span_O[:, None], self.task.problem.num_ranks
+        rank_EOK = (listed.position_EOK * span_O1).clip(max=ranks - 1)
         episode_E11 = np.arange(len(rank_EOK))[:, None, None]
         cell = episode_E11, actions.group_O[:, None], rank_EOK
         sums_EOKZ = self.sums_EGDZ[cell] + self._own_PZ[actions.part_Q[actions.first_O]][:, None]
@@ -255,9 +251,9 @@ class EstimatedMDP:
             self._set_compute(laid.cell, height_X[len(sums_XZ) :])
         rated_EOK: np.ndarray = height_X[: len(sums_XZ)].reshape(rank_EOK.shape) - self.group_EGD[cell]
         before_ED, highest_EO1 = self.height_ERD[:, 0], listed.highest_EOR[..., :1]
-        more_EOK = _added_powers(before_ED[episode_E11, rank_EOK], rated_EOK, highest_EO1, listed.doublings)
-        listed.more_EOKR[..., 0], listed.mean_EOKR[..., 0] = span_O1 * more_EOK, span_O1 * rated_EOK / listed.ranks
-        listed.sum_EOR[..., 0] = _powers(before_ED[:, None] / highest_EO1, listed.doublings).sum(-1)
+        more_EOK = _added_powers(before_ED[episode_E11, rank_EOK], rated_EOK, highest_EO1, sweep.doublings)
+        listed.more_EOKR[..., 0], listed.mean_EOKR[..., 0] = span_O1 * more_EOK, span_O1 * rated_EOK / ranks
+        listed.sum_EOR[..., 0] = _powers(before_ED[:, None] / highest_EO1, sweep.doublings).sum(-1)
         return rated_EOK
 
     def _fits(self, actions: TableActions) -> np.ndarray:
