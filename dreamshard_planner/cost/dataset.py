@@ -57,25 +57,11 @@ _KEY_FIELDS = ("device", "name", "threads", "fbgemm")
 Hardware = Mapping[str, str | int]
 
 
-def hardware_key(hardware: Hardware) -> dict[str, str | int]:
-    """Return the part of a hardware description that must agree inside one file."""
-    told = {name: hardware[name] for name in ("instruction_set",) if name in hardware}  # older files lack it
-    return {name: hardware.get(name, "unknown") for name in _KEY_FIELDS} | told
-
-
-def same_hardware(ours: Hardware, theirs: Hardware) -> bool:
-    """Compare two descriptions by the fields of :func:`hardware_key` that both have."""
-    first, second = hardware_key(ours), hardware_key(theirs)
-    return all(first[name] == second[name] for name in first.keys() & second.keys())
-
-
-def require_same_hardware(where: object, ours: Hardware, theirs: Hardware) -> None:
-    """Raise DatasetError if two descriptions are of machines whose times differ."""
-    if not same_hardware(ours, theirs):
-        raise DatasetError(
-            f"{where}: measured on {hardware_key(ours)}, asked to add {hardware_key(theirs)}; "
-            "one file holds one kind of hardware, use another file"
-        )
+def other_hardware(ours: Hardware, theirs: Hardware) -> str:
+    """Name two descriptions if they are of machines whose times differ; return an empty text if they are not."""
+    names = (*_KEY_FIELDS, *({"instruction_set"} & ours.keys() & theirs.keys()))  # older files lack the last
+    first, second = ({name: of.get(name, "unknown") for name in names} for of in (ours, theirs))
+    return "" if first == second else f"{first}, not on {second}"
 
 
 def as_measured(workload: Workload) -> Workload:
@@ -183,7 +169,8 @@ class CostDataset:
         """Join datasets of the same hardware with equally many repeats; date and seed are those of the first."""
         first = datasets[0]
         for other in datasets[1:]:
-            require_same_hardware("concatenate", first.hardware, other.hardware)
+            if differing := other_hardware(other.hardware, first.hardware):
+                raise DatasetError(f"measured on {differing}: one file holds one kind of hardware")
             if other.repeats != first.repeats:
                 raise DatasetError(f"{other.repeats} timed runs of each set, and {first.repeats} in the first")
             if (other.reference_ms is None) != (first.reference_ms is None):

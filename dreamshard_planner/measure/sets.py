@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, require_same_hardware
+from dreamshard_planner.cost.dataset import CostDataset, Hardware, as_measured, other_hardware
 from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, time_groups
@@ -272,7 +272,8 @@ def _read(
     found = {}
     for path in folder.glob("block-*.npz"):
         index, made = int(path.stem.removeprefix("block-")), CostDataset.load(path)
-        require_same_hardware(path, made.hardware, hardware)
+        if differing := other_hardware(made.hardware, hardware):
+            raise DatasetError(f"{path}: measured on {differing}; use another folder")
         if made.seed != seed:
             raise DatasetError(f"{path}: collected with seed {made.seed}, asked for {seed}; use another folder")
         if made.repeats != repeats:

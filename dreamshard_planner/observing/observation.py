@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import AfterValidator, Field
 from torchrec.distributed.planner.types import Topology
 
-from dreamshard_planner.cost.dataset import hardware_key, same_hardware
+from dreamshard_planner.cost.dataset import other_hardware
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.planning.plan_inputs import topology_arguments
@@ -358,11 +358,9 @@ class Observation:
         """
         first, *others = named
         for name in others:
-            hardware = [named[file].hardware for file in (first, name)]
-            if not same_hardware(*hardware):
-                keys = [hardware_key(one) for one in hardware]
+            if differing := other_hardware(named[name].hardware, named[first].hardware):
                 raise ObservationError(
-                    f"{name}: observed on {keys[1]}, and {first} on {keys[0]}: learn from each kind of hardware apart"
+                    f"{name}: observed on {differing}, as {first}: learn from each kind of hardware apart"
                 )
         runs: dict[str, ObservedRun] = {}
         for run in (run for one in named.values() for run in one.runs):

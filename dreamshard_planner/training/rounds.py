@@ -25,7 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import prior_policy
-from dreamshard_planner.cost.dataset import CostDataset, LabelledSets, hardware_key, same_hardware
+from dreamshard_planner.cost.dataset import CostDataset, LabelledSets, other_hardware
 from dreamshard_planner.cost.network import FitConfig, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Cost
 from dreamshard_planner.devices import make_topology
@@ -326,9 +326,8 @@ def learn(
         DatasetError: the held-out sets are of other hardware.
     """
     train_sets, test_sets = LabelledSets.of_dataset(train_data), LabelledSets.of_dataset(test_data, train_data.usual_ms)
-    if not same_hardware(train_data.hardware, test_data.hardware):
-        here, there = (hardware_key(data.hardware) for data in (train_data, test_data))
-        raise DatasetError(f"the held-out sets were measured on {there}, the others on {here}: measure both alike")
+    if differing := other_hardware(test_data.hardware, train_data.hardware):
+        raise DatasetError(f"the held-out sets were measured on {differing}, as the others")
     start = config.start
     fit = replace(config.fit, seed=config.seed)
     network = fit_cost_network(train_sets, config=fit, start=start.cost if start else None, progress=progress)

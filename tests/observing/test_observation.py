@@ -115,7 +115,7 @@ def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Pa
     with pytest.raises(ObservationError, match=r"other.json: not a JSON file, or a truncated one"):
         Observation.load(file)
     observation(1, name="another processor").save(file)
-    with pytest.raises(ObservationError, match=r"other.json: observed on .*another processor.*, and .*good.json on"):
+    with pytest.raises(ObservationError, match=r"other.json: observed on .*another processor.*, not on .*good.json"):
         Observation.load_all([good, file])
     with pytest.raises(ObservationError, match="nowhere.json: no such file"):
         Observation.load_all([tmp_path / "nowhere.json"])
