@@ -186,18 +186,11 @@ def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
     from dreamshard_planner.cost.dataset import CostDataset
 
     dataset = CostDataset.load(path)
-    return "dataset", {
-        "sets": len(dataset),
-        "shards": len(dataset.shards),
-        "batch_sizes": sorted({shard.batch_size for shard in dataset.shards}),
-        "repeats": dataset.repeats,
-        "spread_of_repeats": float(dataset.spread.mean()),
-        "usual_ms": dataset.usual_ms,
-        "seed": dataset.seed,
-        "created": dataset.created,
-        "digest": dataset.digest,
-        "hardware": dict(dataset.hardware),
-    }
+    batch_sizes = sorted({shard.batch_size for shard in dataset.shards})
+    counted = {"sets": len(dataset), "shards": len(dataset.shards), "batch_sizes": batch_sizes}
+    told = {name: getattr(dataset, name) for name in ("repeats", "usual_ms", "seed", "created", "digest")}
+    spread = {"spread_of_repeats": float(dataset.spread.mean())}
+    return "dataset", {**counted, **told, **spread, "hardware": dict(dataset.hardware)}
 
 
 def _json(path: Path) -> tuple[str, dict[str, Any]]:

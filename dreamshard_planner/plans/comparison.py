@@ -157,13 +157,8 @@ class Comparison:
             was, now = ("-" if ms is None else f"{ms:.3f}" for ms in each_ms)
             lines.append(f"{name:<14}{was:>12}{now:>12}")
         lines += _more(len(rows) - 2, "ranks")
-        if (one.cost_source, one.collectives_source) == (other.cost_source, other.collectives_source):
-            return [*lines, f"Compute: {other.cost_source}. Collectives: {other.collectives_source}."]
-        return [
-            *lines,
-            f"Before: compute {one.cost_source}, collectives {one.collectives_source}.",
-            f"After: compute {other.cost_source}, collectives {other.collectives_source}.",
-        ]
+        was, now = (f"compute {cost.cost_source}, collectives {cost.collectives_source}." for cost in (one, other))
+        return [*lines, *([f"Both: {now}"] if was == now else [f"Before: {was}", f"After: {now}"])]
 
 
 def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Comparison:

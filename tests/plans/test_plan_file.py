@@ -250,38 +250,32 @@ def test_predict_takes_shards_that_were_not_enumerated(cost_source: str) -> None
     assert one.predict(split).total_ms == pytest.approx(one.predict(theirs._best_plan).total_ms)
 
 
-def _options_with(ranks: list) -> Callable[[DreamShardPlanner, Any], Any]:
-    def plan_of(one: DreamShardPlanner, plan: Any) -> Any:
-        options = copy.deepcopy(one.options)
-        for shard, rank in zip((option.shards[0] for option in options), ranks, strict=True):
-            shard.rank = rank
-        return options
-
-    return plan_of
+def _options_with(one: DreamShardPlanner, ranks: list) -> Any:
+    options = copy.deepcopy(one.options)
+    for option, rank in zip(options, ranks, strict=True):
+        option.shards[0].rank = rank
+    return options
 
 
-def _plan_with(change: Callable[[dict], None]) -> Callable[[DreamShardPlanner, Any], Any]:
-    def plan_of(one: DreamShardPlanner, plan: Any) -> Any:
-        changed = copy.deepcopy(plan)
-        change(changed.plan[""])
-        return changed
-
-    return plan_of
+def _plan_with(plan: Any, change: Callable[[dict], object]) -> Any:
+    changed = copy.deepcopy(plan)
+    change(changed.plan[""])
+    return changed
 
 
 IMPOSSIBLE: list[tuple[Callable, type[Exception], str]] = [
     (lambda one, plan: [], PlannerError, "no sharding of 4 table.* 't0', 't1', 't2', 't3'"),
-    (_plan_with(lambda tables: tables.pop("t2")), PlannerError, "no sharding of 1 table.*'t2'"),
+    (lambda one, plan: _plan_with(plan, lambda tables: tables.pop("t2")), PlannerError, "no sharding of 1 table.*'t2'"),
     (
-        _plan_with(lambda tables: tables.update(t22=tables["t2"])),
+        lambda one, plan: _plan_with(plan, lambda tables: tables.update(t22=tables["t2"])),
         PlannerError,
         r"does not have, .*'t22' \(did you mean 't2'\?\)",
     ),
     (lambda one, plan: one.options + copy.deepcopy(one.options[:1]), PlannerError, "'t0' twice"),
-    (_options_with([0, None, 0, 0]), PlannerError, r"'t1' has 1 shard\(s\) and ranks \[None\]"),
-    (_options_with([0, 0, 2, 0]), PlannerError, "'t2' has a shard on rank 2, and .* ranks 0 to 1"),
+    (lambda one, plan: _options_with(one, [0, None, 0, 0]), PlannerError, r"'t1' has 1 shard\(s\) and ranks \[None\]"),
+    (lambda one, plan: _options_with(one, [0, 0, 2, 0]), PlannerError, "'t2' has a shard on rank 2, .* ranks 0 to 1"),
     (
-        _plan_with(lambda tables: setattr(tables["t1"], "sharding_type", "diagonal")),
+        lambda one, plan: _plan_with(plan, lambda tables: setattr(tables["t1"], "sharding_type", "diagonal")),
         PlannerError,
         "'t1': unknown sharding type 'diagonal'",
     ),
