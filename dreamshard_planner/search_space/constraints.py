@@ -164,8 +164,10 @@ def reasons_in_words(left_out: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(of_one)}: {reason}" for reason, of_one in kinds.items())
 
 
-def _usable_kernels(table: ShardableTable, constraint: ParameterConstraints, topology: Topology) -> list[str] | None:
-    """Return the kernels that a table may have, unknown ones if there are no others; None for TorchRec's own choice."""
+def _usable_kernels(
+    table: ShardableTable, constraint: ParameterConstraints, topology: Topology
+) -> tuple[set[str], bool]:
+    """Return the kernels that a table may have, unknown ones if there are no others; and if TorchRec chooses so too."""
     sharder, compute_device = table.sharder, topology.compute_device
     types = sharder.sharding_types(compute_device)
     told = {kernel for kind in types for kernel in sharder.compute_kernels(kind, compute_device)}
@@ -185,9 +187,8 @@ def _usable_kernels(table: ShardableTable, constraint: ParameterConstraints, top
     named = constraint.compute_kernels
     if not named:
         unasked = {kernel for kernel in fitting & KERNELS.keys() if not KERNELS[kernel].store}
-        if unasked and unasked == told - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS}:
-            return None
-        return sorted(unasked or fitting)
+        torchrecs = told - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS}
+        return unasked or fitting, bool(unasked) and unasked == torchrecs
     has_ssd = any(device.storage.ssd > 0 for device in topology.devices)
     usable = {kernel for kernel in named if has_ssd or kernel != KEY_VALUE}
     if not usable & fitting:
@@ -197,7 +198,7 @@ def _usable_kernels(table: ShardableTable, constraint: ParameterConstraints, top
             f"offers {sorted(offered)} on {compute_device}{why}. Allow another one in its "
             "ParameterConstraints.compute_kernels."
         )
-    return sorted(usable)
+    return usable, False
 
 
 def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str] | None) -> list[str]:
@@ -341,9 +342,10 @@ def planning_constraints(
         check_constraint(constraint, namesakes[0])  # also of tables that are left out, which memory is reserved for
         if constraint.device_group and constraint.device_group != allowed.topology.compute_device:
             continue
-        for table in namesakes:
-            kernels = _usable_kernels(table, constraint, allowed.topology)
-        constraint.compute_kernels = kernels
+        found = [_usable_kernels(table, constraint, allowed.topology) for table in namesakes]
+        kernels = sorted({kernel for usable, _ in found for kernel in usable})
+        # TorchRec's statistics list tables whose kernels are constrained.
+        constraint.compute_kernels = None if all(is_torchrecs for _, is_torchrecs in found) else kernels
         for table in namesakes:
             reasons = allowed.reasons(table, constraint, table.owner.path in everywhere)
             expanded.left_out[table.fqn], expanded.changes[table.fqn] = reasons

@@ -171,8 +171,10 @@ class EveryKernelSharder(EmbeddingBagCollectionSharder):
 
 
 def test_a_sharder_that_offers_unknown_kernels_besides() -> None:
-    (option,) = planned(bags((100, 16)), {}, [EveryKernelSharder()]).options
-    assert option.compute_kernel in ("fused", "fused_uvm", "fused_uvm_caching")
+    both = nn.ModuleDict({**bags((100, 16)), **unpooled(100)})  # tables of one name, with sharders of their own
+    for model in (both, nn.ModuleDict({name: both[name] for name in ("sequence", "sparse")})):
+        for option in planned(model, {}, [EveryKernelSharder(), EmbeddingCollectionSharder()]).options:
+            assert option.compute_kernel in ("fused", "fused_uvm", "fused_uvm_caching")
 
 
 @pytest.mark.parametrize(("ranks", "host"), [(8, 3), (4, 8)])
