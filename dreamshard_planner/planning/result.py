@@ -130,7 +130,8 @@ class PlanResult:
                 if chosen.is_placed:
                     notes += noted("placement_rule", () if model.legal is None else model.legal.notes())
                     if not any(rival.name == BASELINE and rival.feasible for rival in chosen.rivals):
-                        notes.append(Note("search", "no plan of TorchRec's that fits was found to compare with"))
+                        late = " in time" if chosen.result is not None and chosen.result.cut_short else ""
+                        notes.append(Note("search", f"no plan of TorchRec's that fits was found{late} to compare with"))
                 if is_changed:
                     same_ways = all(after[fqn][0] == way for fqn, (way, _) in before.items())
                     verb = "moved tables" if same_ways else "changed options"

@@ -108,8 +108,7 @@ TRAINING = ReinforceConfig(updates=4, tasks_per_update=2, episodes_per_task=6, l
 
 
 def tasks_of(*seeds: int, memory: int = 1000, latency_ms: float = 0.0) -> list[ShardingTask]:
-    costs = [sharding_cost(5, seed, memory, latency_ms) for seed in seeds]
-    return [ShardingTask(cost, OptionTotals(cost)) for cost in costs]
+    return [task_of(sharding_cost(5, seed, memory, latency_ms)) for seed in seeds]
 
 
 def test_advantages_by_hand() -> None:
