@@ -30,9 +30,10 @@ from dreamshard_planner.errors import CalibrationRefused, DreamShardError, Obser
 from dreamshard_planner.observing.learning import kernels_off, learn
 from dreamshard_planner.observing.observation import Observation, ObservedRun, files_of
 from dreamshard_planner.offline.from_plan import as_in_file, job_of
-from dreamshard_planner.planning.remembered import Remembered, batch_size_of, least_gain, sharding_key
+from dreamshard_planner.planning.settings import Remembered, batch_size_of, sharding_key
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.support.files import open_locked
+from dreamshard_planner.torchrec_components.components import least_gain
 from dreamshard_planner.workload.counting import same_batch
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,6 @@ from dreamshard_planner.hot_rows.sharded import replicate_hot_rows
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.model_problem import AnyPlan, ModelProblem
-from dreamshard_planner.planning.plan_inputs import DefaultReservation, PlannerSettings, answering
 from dreamshard_planner.planning.ranks import (
     PlannedRanks,
     RankHardware,
@@ -59,9 +58,9 @@ from dreamshard_planner.planning.ranks import (
     read_topology,
     topology_here,
 )
-from dreamshard_planner.planning.remembered import Remembered
 from dreamshard_planner.planning.replanning import Replan, link_bytes_per_s, replanned
 from dreamshard_planner.planning.result import PlanResult, lost_optimizers, missing_optimizers
+from dreamshard_planner.planning.settings import DefaultReservation, PlannerSettings, Remembered, answering
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search.effort import DEFAULT_EFFORT
@@ -209,8 +208,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
         self._loop: SearchLoop | None = None
-        self._remembered: Remembered | None = None
-        self._falls_back = True
         self._result: PlanResult | str = (
             "plan first, on this rank (DistributedModelParallel and collective_plan plan on rank 0 alone)"
         )
@@ -291,7 +288,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         model = ModelProblem.of(
             self._settings, self._ranks, module, sharders, self._reservation, self._given.enumerator
         )
-        self._loop = loop = SearchLoop(model, self._given, self.plan_loader, self._falls_back, self._remembered)
+        self._loop = loop = SearchLoop(model, self._given, self.plan_loader)
         self._batch_size: int = model.settings.batch_size
         self._storage_reservation = answering(self._reservation, "reserve", model.left)
         let_lack_of_room_be_told(self._storage_reservation)
@@ -375,16 +372,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _plan_as_remembered(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plan with what earlier trainings of the same tables observed, or without if that is not possible."""
-        own, self._remembered = self._settings, Remembered.of_module(module, sharders, self._topology)
+        own = self._settings
+        self._settings = Remembered.of_module(module, sharders, self._topology).completed(own)
         try:
-            self._settings = self._remembered.completed(own)
             return self.plan(module, sharders)
         except (PlannerError, StatisticsError) as error:
-            if self._settings is own:
+            if not self._settings.recalled:
                 raise
             logger.warning("planned without what earlier trainings observed: %s", error)
         finally:
-            self._settings, self._remembered = own, None
+            self._settings = own
         return self.plan(module, sharders)
 
     @neutral()
@@ -533,8 +530,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     def _afresh(self, statistics: TableStatistics | None) -> PlanResult:
         """Plan the last module again with a copy of the planner, by other statistics and without a plan loader."""
         other, model = copy.copy(self), self._model()
-        other._settings = replace(model.settings, statistics=statistics or model.settings.statistics)
-        other.plan_loader, other._falls_back = None, False
+        statistics = statistics or model.settings.statistics
+        other._settings = replace(model.settings, statistics=statistics, remembered=None, falls_back=False)
+        other.plan_loader = None
         other.plan(model.skeleton, model.sharders)
         return other._last()
 

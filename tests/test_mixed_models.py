@@ -14,10 +14,10 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.planning.infeasible import check_room
-from dreamshard_planner.planning.remembered import LEAST_GAIN
 from dreamshard_planner.search_space.constraints import AllowedTypes
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import CACHING, CW, DP, GRID, RW, TWCW, TWRW, broken, inexact
+from dreamshard_planner.torchrec_components.components import LEAST_GAIN
 from tests.mixed_models import MixedCase, mixed_case
 
 BLOCK = 5

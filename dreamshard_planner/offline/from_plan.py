@@ -16,8 +16,9 @@ from torchrec.modules.embedding_configs import dtype_to_data_type
 from dreamshard_planner.devices import GPUS, Machine, gpu_of
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel, TableSpec
-from dreamshard_planner.planning.plan_inputs import SAVED, SAVED_IF_GIVEN, PlannerSettings, topology_arguments
+from dreamshard_planner.planning.plan_inputs import topology_arguments
 from dreamshard_planner.planning.ranks import ShardingGroups
+from dreamshard_planner.planning.settings import SAVED, SAVED_IF_GIVEN, PlannerSettings
 from dreamshard_planner.plans.plan_file import SavedPlan, TableInputs
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.formatting import brief

@@ -33,14 +33,10 @@ from dreamshard_planner.planning.given_plans import (
 )
 from dreamshard_planner.planning.infeasible import check_room
 from dreamshard_planner.planning.notes import report_on
-from dreamshard_planner.planning.plan_inputs import (
-    DefaultReservation,
-    PlannerSettings,
-    doubtful_bandwidths,
-    plan_inputs,
-)
+from dreamshard_planner.planning.plan_inputs import doubtful_bandwidths, plan_inputs
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.rater import PlanRater, RatedPlan
+from dreamshard_planner.planning.settings import DefaultReservation, PlannerSettings
 from dreamshard_planner.plans.comparison import stale_differences
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableSharding
 from dreamshard_planner.plans.report import Report

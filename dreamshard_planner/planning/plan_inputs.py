@@ -1,182 +1,41 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Inputs of plans: the planner's settings, and all inputs of a model as plain values for a file and as one digest."""
+"""All inputs of a model's plans as plain values, for a file and for one digest."""
 
 from __future__ import annotations
 
-import copy
-import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from enum import Enum
-from functools import partial
-from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import nn
 from torchrec.distributed.planner.constants import (
-    BATCH_SIZE,
     BWD_COMPUTE_MULTIPLIER,
-    POOLING_FACTOR,
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
 )
-from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
     CollectiveType,
     GeneralizedCommsBandwidth,
-    ParameterConstraints,
     ShardingOption,
     StorageReservation,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.devices import UNKNOWN_CARD, cards_of, cores_of
 from dreamshard_planner.errors import PlanError
-from dreamshard_planner.planning.cost_sources import COST_SOURCES
-from dreamshard_planner.planning.ranks import PlannedRanks, ShardingGroups
+from dreamshard_planner.planning.ranks import PlannedRanks
+from dreamshard_planner.planning.settings import SAVED, SAVED_IF_GIVEN, PlannerSettings
 from dreamshard_planner.plans.plan_file import BANDWIDTHS, GroupsInputs, PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.effort import DEFAULT_EFFORT, EFFORTS, SearchSettings
 from dreamshard_planner.search_space.options import fqn_of
-from dreamshard_planner.search_space.placement_rules import PlacementRules
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.formatting import checked
 from dreamshard_planner.support.reproducible import canonical, digest
-from dreamshard_planner.torchrec_components.compat import dense_tensor_bytes, set_dense_tensor_bytes
-from dreamshard_planner.workload.lookups import MAX_BATCH_SIZE, FeatureStatistics
+from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.statistics import TableStatistics
 
-Component = TypeVar("Component")
 LEAST_MEANT, MOST_MEANT = 1e4, 2.4e10
 """Bytes per millisecond between which bandwidths are meant so: 10 MB/s and 24 TB/s."""
-RESERVED_SHARE = 0.15
-"""Share of device memory that TorchRec's planner reserves by default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannerSettings:
-    """Arguments of :class:`~dreamshard_planner.planner.DreamShardPlanner`, which explains them.
-
-    Raises:
-        ValueError, TypeError: an argument is impossible.
-    """
-
-    given_batch_size: int | None = None
-    """Local batch size; None for TorchRec's default."""
-    constraints: dict[str, ParameterConstraints] | None = None
-    timeout_seconds: float | None = None
-    """TorchRec's cap on planning."""
-    statistics: TableStatistics | None = None
-    seed: int = 0
-    effort: str = DEFAULT_EFFORT
-    search_seconds: float | None = None
-    sharding_types: Sequence[str] | None = None
-    exact_training: bool = True
-    optimizers_attached: bool = False
-    cost_source: str = "auto"
-    placement_rules: PlacementRules | None = None
-    sharding_groups: ShardingGroups | None = None
-    least_gain: float | None = None
-    hot_rows_bytes: int = 0
-    vocabulary: str = ""
-    recalled: str = ""
-    """Origin of statistics that the user did not give; empty if there are none."""
-
-    def __post_init__(self) -> None:
-        types = {"statistics": TableStatistics, "placement_rules": PlacementRules, "sharding_groups": ShardingGroups}
-        for name, kind in types.items():
-            if not isinstance(value := getattr(self, name), kind | None):
-                raise TypeError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
-        for name, least, most, number in (
-            ("given_batch_size", 1, MAX_BATCH_SIZE, Integral),
-            ("hot_rows_bytes", 0, math.inf, Integral),
-            ("least_gain", 0, 0.999, Real),
-            ("search_seconds", 1e-6, math.inf, Real),
-            ("timeout_seconds", 1e-6, math.inf, Real),
-            ("seed", -(2**63), 2**64 - 1, Integral),  # as torch's generators take it
-        ):
-            if (given := getattr(self, name)) is not getattr(PlannerSettings, name):
-                object.__setattr__(self, name, checked(name.removeprefix("given_"), given, least, most, number))
-        for name in ("exact_training", "optimizers_attached"):
-            if (value := getattr(self, name)) not in (True, False):
-                raise TypeError(f"{name} must be true or false, got {value!r}")
-            object.__setattr__(self, name, bool(value))
-        if not isinstance(self.vocabulary, str):
-            raise TypeError(f"vocabulary must be a name, got {self.vocabulary!r}")
-        if self.sharding_types is not None and (
-            isinstance(self.sharding_types, str)
-            or not self.sharding_types
-            or not all(kind in SHARDING_TYPES for kind in self.sharding_types)
-        ):
-            raise ValueError(f"sharding_types must be some of {', '.join(SHARDING_TYPES)}, got {self.sharding_types!r}")
-        for name, known in (("effort", EFFORTS), ("cost_source", COST_SOURCES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-
-    @property
-    def batch_size(self) -> int:
-        """Local batch size."""
-        return self.given_batch_size or BATCH_SIZE
-
-    @property
-    def searching(self) -> SearchSettings:
-        """Bounds and seed of a search; its cap is the shorter of ``search_seconds`` and ``timeout_seconds``."""
-        seconds = min(filter(None, (self.search_seconds, self.timeout_seconds)), default=math.inf)
-        return SearchSettings(self.effort_factor, self.seed, seconds)
-
-    @property
-    def effort_factor(self) -> float:
-        """Candidates of each part of planning, as a multiple of the default's."""
-        return EFFORTS[self.effort]
-
-    def tells_lookups(self, table: str, feature: str) -> bool:
-        """Return whether the user gave the lookups per sample of a table's feature."""
-        given = (self.constraints or {}).get(table)
-        told = given is not None and list(given.pooling_factors or ()) not in ([], [POOLING_FACTOR])
-        return told or feature in (self.statistics or {})
-
-
-SAVED = ("cost_source", "sharding_types", "exact_training", "optimizers_attached", "seed")
-"""Settings in every plan file, by which its job is planned again."""
-SAVED_IF_GIVEN = ("effort", "least_gain", "hot_rows_bytes", "vocabulary")
-"""Further such settings, which a plan file lacks if they have their default, as files of earlier releases do."""
-
-
-class DefaultReservation(HeuristicalStorageReservation):
-    """TorchRec's default reservation, with the size of the dense layers that TorchRec's warning asks for."""
-
-    def __init__(self, percentage: float = RESERVED_SHARE) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # comes even with a dense_tensor_estimate
-            super().__init__(percentage)
-
-    def reserve(
-        self,
-        topology: Topology,
-        batch_size: int,
-        module: nn.Module,
-        sharders: list[ModuleSharder[nn.Module]],
-        constraints: Any = None,
-    ) -> Topology:
-        """See ``StorageReservation.reserve``."""
-        dense_bytes = dense_tensor_bytes(self, module, sharders, batch_size, constraints)
-        set_dense_tensor_bytes(self, max(1, dense_bytes))  # 0 would mean that none is given
-        return super().reserve(topology, batch_size, module, sharders, constraints)
-
-
-def answering(component: Component, method: str, answer: object) -> Component:
-    """Return a copy of a component whose method gives copies of its answer: TorchRec's loop would ask once more."""
-    answered = copy.copy(component)
-    vars(answered)[method] = partial(_copied, answer)
-    return answered
-
-
-def _copied(answer: object, *_: object, **__: object) -> object:
-    return copy.deepcopy(answer)
 
 
 def plan_inputs(

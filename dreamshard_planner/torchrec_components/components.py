@@ -5,6 +5,7 @@ of the loop, and its plan loader."""
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,12 +30,13 @@ from torchrec.distributed.planner.types import (
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.hot_rows.choice import choose_hot_rows, dedup_notes
+from dreamshard_planner.planning.given_plans import shardings
 from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.rater import PlanRater, RatedPlan
-from dreamshard_planner.planning.remembered import LEAST_GAIN, Remembered, Replacement
 from dreamshard_planner.planning.result import ChosenPlan, signatures
 from dreamshard_planner.planning.search_plan import SearchedPlan, place_proposal, search_plan
+from dreamshard_planner.planning.settings import Remembered, sharding_key
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, ReportEntry, noted
 from dreamshard_planner.problem.reader import OptionReader
@@ -43,11 +45,18 @@ from dreamshard_planner.search_space.options import perf_of, set_perf, set_ranks
 from dreamshard_planner.support.reproducible import neutral, single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
 
+logger = logging.getLogger(__name__)
+
 TIE_WEIGHT = 1e-6
 """Weight of the compute of all ranks, which decides between plans with equally slow bottlenecks. TorchRec keeps the
 first of them, even if it moves tables to slower memory for nothing."""
 PATIENCE = 20
 """Proposals without a gain, one after the other, at which TorchRec's greedy proposers end."""
+SLOWER = 1.05
+"""Ratio of observed steps from which on a plan is slower than another; below, steps differ by chance."""
+LEAST_GAIN = 0.03
+"""Share of the predicted cost that another plan must gain to take the place of an observed plan, if costs are no
+further off, or of TorchRec's, if lookups per sample are guessed."""
 
 
 @neutral()
@@ -164,6 +173,60 @@ class DreamShardPartitioner(Partitioner):
         return proposal
 
 
+@dataclass(frozen=True)
+class Replacement:
+    """A plan that takes the place of the searched one."""
+
+    options: list[ShardingOption]
+    """One option for every table, with ranks."""
+    note: Note
+    """The reason, for the report."""
+    searched: ReportEntry
+    """Cost of the searched plan."""
+
+
+def least_gain(checkpoint: Checkpoint) -> float:
+    """Return the least predicted gain for which an observed plan is replaced, as a share of its embedding work: what
+    costs are off on held-out kernels, and at least :data:`LEAST_GAIN`."""
+    return max(LEAST_GAIN, checkpoint.known.learned.error or 0.0)
+
+
+def kept_observed(
+    model: ModelProblem, plan: Sequence[ShardingOption], remembered: Remembered | None
+) -> Replacement | None:
+    """Return the fastest observed plan if it should stay; None if the searched plan should take its place.
+
+    It stays if the searched plan was observed to be slower, or was never observed and is predicted to gain less
+    than costs can tell (:func:`least_gain`).
+    """
+    if remembered is None or (known := remembered.observed()) is None:
+        return None
+    steps_ms, fastest = known
+    fast_ms, slow_ms = (steps_ms.get(sharding_key(one)) for one in (fastest.sharding, shardings(plan)))
+    if fast_ms is None or (slow_ms is not None and slow_ms <= SLOWER * fast_ms):
+        return None
+    try:
+        options = list(model.matched(fastest).values())
+    except PlannerError:  # memory, constraints or rules have changed
+        return None
+    earlier, searched = (model.context.rated(one, model.left) for one in (options, plan))
+    least, gain = least_gain(model.ranks.checkpoint), 1 - searched.total_ms / max(earlier.total_ms, 1e-9)
+    if slow_ms is not None:
+        text = (
+            "an earlier plan takes the place of the planned one, which was observed to be slower: "
+            f"{slow_ms:.1f} ms a step, and {fast_ms:.1f} before"
+        )
+    elif gain < least:
+        text = (
+            "the plan of an earlier training is kept: the searched one is predicted to gain "
+            f"{max(0, 100 * gain):.1f} %, less than the {100 * least:.0f} % by which costs may be off"
+        )
+    else:
+        return None
+    logger.log(logging.INFO if slow_ms is None else logging.WARNING, "%s", text)
+    return Replacement(options, Note("search", text), ReportEntry.of("searched", searched.costs))
+
+
 def kept_baseline(
     model: ModelProblem, plan: Sequence[ShardingOption], theirs: Sequence[ShardingOption] | None
 ) -> Replacement | None:
@@ -179,7 +242,7 @@ def kept_baseline(
         for feature in model.context.reader.declared(option).features
     )
     least = (LEAST_GAIN if guessed else 0.0) if settings.least_gain is None else settings.least_gain
-    if theirs is None or least == 0.0 or signatures(theirs) == signatures(plan):
+    if theirs is None or not settings.falls_back or least == 0.0 or signatures(theirs) == signatures(plan):
         return None
     baseline, searched = (model.context.rated(one, model.left) for one in (theirs, plan))
     gain = 1 - searched.total_ms / max(baseline.total_ms, 1e-9)
@@ -272,11 +335,9 @@ class SearchLoop:
         model: ModelProblem,
         given: GivenComponents,
         plan_loader: PlanLoader | None,
-        falls_back: bool,
-        remembered: Remembered | None,
     ) -> None:
         context, settings = model.context, model.settings
-        self.model, self._given, self._falls_back, self._remembered = model, given, falls_back, remembered
+        self.model, self._given = model, given
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
             self._loader.bind(model.matched)
@@ -326,9 +387,9 @@ class SearchLoop:
                 plan, again = self._searched_again(plan)
                 searched = found or again
         elif found is not None:
-            kept = kept_baseline(model, plan, found.baseline) if self._falls_back else None
+            kept = kept_baseline(model, plan, found.baseline)
             plan, replacements = (plan, []) if kept is None else (kept.options, [kept])
-            if self._remembered is not None and (observed := self._remembered.kept(model, plan)) is not None:
+            if (observed := kept_observed(model, plan, model.settings.remembered)) is not None:
                 plan, replacements = observed.options, [*replacements, observed]
         notes += [other.note for other in replacements]
         if model.settings.hot_rows_bytes:

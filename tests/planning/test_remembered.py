@@ -18,7 +18,7 @@ from dreamshard_planner.background import RUNS, TABLES, learn_from
 from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.observation import ObservedRun, rank_file
-from dreamshard_planner.planning.remembered import Remembered, sharding_key
+from dreamshard_planner.planning.settings import Remembered, sharding_key
 from tests.logged import warned
 from tests.observing.runs import rank_steps
 from tests.planning.test_context import statistics
@@ -41,8 +41,7 @@ def model() -> Any:
 def started(**arguments: Any) -> DreamShardPlanner:
     """A planner after the start of a job, on rank 0."""
     planner = small_models.planner(**({"sharding_types": ["table_wise"], "batch_size": None} | arguments))
-    planner._remembered = known = remembered()  # as collective_plan does
-    planner._settings = known.completed(planner._settings)
+    planner._settings = remembered().completed(planner._settings)  # as collective_plan does
     planner.plan(model(), SHARDERS)
     return planner
 
