@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -164,9 +163,6 @@ class Halves(OwnOption):
     """Two halves of a table that TorchRec's default width leaves whole."""
 
 
-Own = TypeVar("Own", bound=OwnOption)
-
-
 def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[OwnOption]:
     """Return the option with 2, 4, ... slices merged into one, or a single slice halved unless its table is in
     ``asked`` (constraints with a ``min_partition``). All slices stay equal.
@@ -191,7 +187,7 @@ def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[Ow
     ]
 
 
-def _sliced(kind: type[Own], option: EnumeratedOption, widths: Sequence[int]) -> Own:
+def _sliced(kind: type[OwnOption], option: EnumeratedOption, widths: Sequence[int]) -> OwnOption:
     result, rows = kind.of(option), runs_of(option)[0].first.size[0]
     starts = accumulate(widths[:-1], initial=0)
     result.shards = [Shard([rows, width], [0, start]) for width, start in zip(widths, starts, strict=True)]
