@@ -40,9 +40,8 @@ from common.tasks import meta_collection
 from dreamshard_planner.checkpoints.choice import prior_policy
 from dreamshard_planner.cost.problem import Cost, Sharding
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.planning.ranks import PlannedRanks
-from dreamshard_planner.planning.rater import PlanRater
+from dreamshard_planner.planning.rater import COST_SOURCES, PlanRater
 from dreamshard_planner.policy.mdp import Sweep
 from dreamshard_planner.policy.network import SWEEPS, Policy, opening_types, policy_starts, roll_out
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask

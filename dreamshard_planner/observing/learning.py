@@ -39,7 +39,7 @@ from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
 from dreamshard_planner.measure.hardware import REFERENCE, hardware_name
 from dreamshard_planner.observing.observation import OUTPUTS, Observation, ObservedKernel, ObservedRun, RankSteps
-from dreamshard_planner.planning.cost_sources import links_of
+from dreamshard_planner.planning.rater import links_of
 from dreamshard_planner.problem.parts import Links, lookup_exchanges, sorting_bytes
 from dreamshard_planner.search_space.sharding_types import DENSE, FUSED, SHARDING_TYPES
 from dreamshard_planner.support.reproducible import neutral

@@ -6,17 +6,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 
+from dreamshard_planner.checkpoints.choice import checkpoint_notes, confidence
+from dreamshard_planner.cost.collectives import OPERATIONS
+from dreamshard_planner.cost.compute import SharedCores
 from dreamshard_planner.cost.problem import MEMORY_KINDS
-from dreamshard_planner.planning.rater import PlanRater, RatedPlan
-from dreamshard_planner.plans.report import MemoryEntry, Note, Report, ReportEntry, TableEntry, noted
+from dreamshard_planner.devices import default_notes
+from dreamshard_planner.planning.rater import CheckpointCosts, PlanRater, RatedPlan, measured_exchanges
+from dreamshard_planner.plans.report import ESTIMATE_PARTS, MemoryEntry, Note, Report, ReportEntry, TableEntry, noted
 from dreamshard_planner.search.search import SearchResult
-from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, type_of
-from dreamshard_planner.search_space.sharding_types import is_known
+from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, perf_of, ranks_of, type_of
+from dreamshard_planner.search_space.sharding_types import is_known, serves
 from dreamshard_planner.support.formatting import first_of, size_in_words
-from dreamshard_planner.workload.tables import FEATURE_INDEX
+from dreamshard_planner.workload.tables import FEATURE_INDEX, OPTIMIZERS
 
+_UNCOUNTED = (
+    "the exchange of lookups is not counted: collectives of {} were measured without it "
+    "(python -m dreamshard_planner.measure.collectives measures it)"
+)
+_QUANTIZED = (
+    "the model has quantized tables, whose kernels were not measured: bandwidths give the costs of all its tables"
+)
 SKEW_SHOWN = 2.0
 """Lookups of a row block over its even share from which a note tells it."""
 
@@ -42,7 +53,7 @@ def report_on(
         *noted("cost", rated.cost.notes(rated.sharding)),
         *noted("skew", _skews(rated)),
         *notes,
-        *rater.costs.notes(plan, rater.reader),
+        *_source_notes(rater, plan),
         *_price_notes(rater, plan),
         *_hot_rows_notes(rater, plan),
         *([_averaging(rater, plan, synced_bytes, averaging_ms)] if averaging_ms else []),
@@ -62,9 +73,9 @@ def report_on(
         reshards=0 if result is None else result.reshards,
         memory=tuple(MemoryEntry(kind, tuple(used), tuple(left)) for kind, used, left in memory if any(used)),
         collectives=tuple((collective.name, ms) for collective, ms in exchanges_ms if ms > 0),
-        confidence=rater.costs.confidence(plan),
+        confidence=_confidence(rater.costs, plan),
         averaging_ms=averaging_ms,
-        estimate_ms=rater.costs.estimate_ms(plan),
+        estimate_ms=_estimate_ms(plan) if rater.costs.takes_estimates else {},
         embedding_share=rater.ranks.checkpoint.known.learned.embedding_share,
         tables=tuple(
             TableEntry(
@@ -73,6 +84,77 @@ def report_on(
             for name, option, ranks in rated.placed
         ),
     ).noting(notes)
+
+
+def _confidence(costs: CheckpointCosts, plan: Sequence[ShardingOption]) -> str:
+    """Tell how far to trust the milliseconds of a plan."""
+    if costs.takes_estimates:
+        return "TorchRec's estimates, nothing measured: trust the order of plans, not their milliseconds"
+    ranks = costs.ranks
+    return confidence(ranks.checkpoint, ranks.topology, costs.uses_network and not _is_quantized(plan))
+
+
+def _estimate_ms(plan: Sequence[ShardingOption]) -> dict[str, float]:
+    """Return the parts of TorchRec's estimate of the slowest rank; empty without estimates."""
+    of_rank: dict[int, list[Perf]] = {}
+    for option in plan:
+        for rank, perf in zip(ranks_of(option), perf_of(option), strict=True):
+            if rank is None or perf is None:
+                return {}
+            of_rank.setdefault(rank, []).append(perf)
+    slowest = max(of_rank.values(), key=lambda perfs: sum(perf.total for perf in perfs), default=[])
+    return {name: sum(getattr(perf, name) for perf in slowest) for name in ESTIMATE_PARTS if slowest}
+
+
+def _source_notes(rater: PlanRater, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Return notes on the sources of a plan's cost."""
+    costs, topology, checkpoint = rater.costs, rater.ranks.topology, rater.ranks.checkpoint
+    if costs.takes_estimates:
+        return (
+            *noted("assumption", default_notes(topology)),
+            *noted("source", checkpoint_notes(checkpoint, topology, uses_network=False)),
+        )
+    measured = measured_exchanges(topology, checkpoint).keys() >= {*OPERATIONS}
+    uncounted = "lookups" not in costs.links() and topology.world_size > 1
+    quantized = costs.uses_network and _is_quantized(plan)
+    uses_network = costs.uses_network and not quantized
+    shared_cores = costs.shared_cores()
+    return (
+        *noted("assumption", default_notes(topology, links_measured=measured)),
+        *noted("source", [_UNCOUNTED.format(checkpoint.name)] if uncounted else []),
+        *noted("source", [_QUANTIZED] if quantized else []),
+        *noted("source", checkpoint_notes(checkpoint, topology, uses_network=uses_network)),
+        *noted("source", [] if shared_cores is None else [_cores(shared_cores, topology)]),
+        *noted("optimizer", _costed_optimizers(rater, plan, uses_network)),
+    )
+
+
+def _is_quantized(plan: Sequence[ShardingOption]) -> bool:
+    return any(serves(option.compute_kernel) for option in plan)
+
+
+def _cores(shared: SharedCores, topology: Topology) -> str:
+    hosts = " of a host" * (shared.on_host < topology.world_size)
+    return (
+        f"{shared.at_once:g} of {shared.on_host} ranks{hosts} can compute at once, since they share cores: the work of "
+        "all counts"
+    )
+
+
+def _costed_optimizers(rater: PlanRater, plan: Sequence[ShardingOption], uses_network: bool) -> tuple[str, ...]:
+    """Return a sentence on tables whose optimizer is costed as row-wise Adagrad, if there are any."""
+    checkpoint, topology = rater.ranks.checkpoint, rater.ranks.topology
+    unknown = {"other"}
+    if uses_network and checkpoint.cost is not None:
+        unknown = OPTIMIZERS.keys() - {*checkpoint.cost.optimizers, *checkpoint.known.corrections}
+    optimizers = {fqn_of(option): rater.reader.table(option, topology).optimizer for option in plan}
+    others = {name: optimizer for name, optimizer in optimizers.items() if optimizer in unknown}
+    if not others:
+        return ()
+    return (
+        f"{first_of(sorted(others))}: costed as with row-wise Adagrad, since no kernels of their optimizer are "
+        "known" + ("; dreamshard calibrate measures Adagrad's" if "adagrad" in others.values() else ""),
+    )
 
 
 def _hot_rows_notes(rater: PlanRater, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:

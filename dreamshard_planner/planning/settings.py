@@ -36,8 +36,8 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.checkpoints import choice
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import DreamShardError, FileError
-from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.planning.ranks import ShardingGroups
+from dreamshard_planner.planning.rater import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
 from dreamshard_planner.search.effort import DEFAULT_EFFORT, EFFORTS, SearchSettings
 from dreamshard_planner.search_space.modules import shardable_tables

@@ -30,7 +30,7 @@ from dreamshard_planner.cli.app import Panel
 from dreamshard_planner.cli.options import COST_SOURCES as NAMED_COSTS
 from dreamshard_planner.cli.options import Effort, SearchOptions, bytes_per_s, size_bytes, whole
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.planning.cost_sources import COST_SOURCES
+from dreamshard_planner.planning.rater import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search.effort import EFFORTS
 from dreamshard_planner.workload.lookups import IdHistogram

@@ -20,7 +20,7 @@ from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware
 from dreamshard_planner.observing.learning import learn, observed_sets
 from dreamshard_planner.observing.observation import ObservedRun, ObservedTable, RankSteps
-from dreamshard_planner.planning.cost_sources import links_of
+from dreamshard_planner.planning.rater import links_of
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from tests.cli.test_commands import run
 from tests.observing.runs import (

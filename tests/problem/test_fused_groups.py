@@ -25,7 +25,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 import collectives_prior
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.collectives import GLOO, NCCL, CollectiveFit, CollectiveModel
-from dreamshard_planner.planning.cost_sources import FREE, links_of
+from dreamshard_planner.planning.rater import FREE, links_of
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import FastEnumerator
 
