@@ -20,8 +20,7 @@ import torch
 from scipy.optimize import minimize
 
 from common.output import table_of, wide_console
-from dreamshard_planner.cost.compute import OPTIMIZERS
-from dreamshard_planner.cost.correction import DIRECTIONS
+from dreamshard_planner.cost.correction import DIRECTIONS, OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import predict_ms
 from dreamshard_planner.cost.roofline import CPU_KERNELS, Kernels, RooflineCost

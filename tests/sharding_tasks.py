@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
-from dreamshard_planner.cost.compute import CostSource, GivenCost
-from dreamshard_planner.cost.problem import Cost, Option, Problem
+from dreamshard_planner.cost.problem import Cost, CostSource, GivenCost, Option, Problem
 
 RANKS, HOST = 4, 2
 MEMORY = 1000

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import ComputeCost, CostSource
+from dreamshard_planner.cost.problem import ComputeCost, CostSource
 from dreamshard_planner.workload.tables import WORK, columns
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from torch import Tensor
 from common.linear_cost import LinearCost
 from common.whole_tables import rolled_out
 from dreamshard_planner.checkpoints.choice import prior_policy
-from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig, FitConfig, fit_cost_network
+from dreamshard_planner.cost.problem import ComputeCost
 from dreamshard_planner.measure.kernels import Arena
 from paper.networks import PaperCostNetwork, PaperFit, PaperPolicy, RecurrentPolicy
 from paper.placement_policy import AnyPolicy, played

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.compute import ComputeCost, CostSource, overall_ms
 from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.problem import ComputeCost, CostSource, overall_ms
 from dreamshard_planner.workload.tables import FEATURE_INDEX, OUTPUT_BYTES, PAPER_FEATURES, columns, scaling
 from paper.placement_mdp import OBSERVATION_INDEX
 from paper.placement_policy import AnyPolicy

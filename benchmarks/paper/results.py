@@ -20,9 +20,9 @@ from torch import Tensor
 
 from common.output import mean_interval, table_of
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import mape_2, predict_ms
+from dreamshard_planner.cost.problem import ComputeCost
 from dreamshard_planner.search.placing import HEURISTICS
 from paper.models import FITS, Models
 from paper.networks import HEADS, PaperCostNetwork, placement_labels, sent_bytes

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from common.measured_costs import MeasuredCosts, SetClock
 from common.whole_tables import Task, over, problem_of
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
-from dreamshard_planner.cost.problem import Cost
+from dreamshard_planner.cost.problem import ComputeCost, Cost
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import collect
 from dreamshard_planner.workload.pools import pool_tables

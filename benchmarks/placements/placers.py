@@ -25,8 +25,7 @@ from common.tasks import meta_collection
 from common.whole_tables import over, rolled_out
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import resolve
-from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.problem import Cost
+from dreamshard_planner.cost.problem import ComputeCost, Cost
 from dreamshard_planner.search.effort import Budget
 from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.placing import HEURISTICS, greedy_by_score, place_by_heuristic

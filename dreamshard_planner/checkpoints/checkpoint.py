@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dreamshard_planner.cost.collectives import MeasuredCollectives, MeasuredOn
-from dreamshard_planner.cost.compute import LEAST_SCALE, OPTIMIZERS, AdjustedCost, ComputeCost, CostSource
+from dreamshard_planner.cost.correction import LEAST_SCALE, OPTIMIZERS, AdjustedCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.problem import ComputeCost, CostSource
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import Policy, PolicyConfig

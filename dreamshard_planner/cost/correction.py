@@ -13,17 +13,94 @@ Shapes: S shards, X sets of one optimizer, N = 5 numbers, K of them that are fit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import EXTENT, LEAST_SCALE, OPTIMIZERS, UNCHANGED, ComputeCost, Corrections
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import predict_ms
+from dreamshard_planner.cost.problem import NOT_MEASURED, ComputeCost, CostSource
 from dreamshard_planner.workload.tables import columns, optimizer_of
+
+OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad", "adagrad": "Adagrad"}
+"""Optimizers with corrections of their own, in the order of :func:`optimizer_of`, and their names; all others go with
+row-wise Adagrad."""
+UNCHANGED = (1.0, 0.0, 0.0, 0.0, 0.0)
+"""Numbers of a direction without a correction."""
+EXTENT = ("distinct_rows", "distinct_elements", "lookup_elements", "lookups")
+"""Features that the numbers behind the scale are multiplied with."""
+LEAST_SCALE = 0.1
+"""Smallest scale of a kernel cost, which knows what else there is than rows."""
+Corrections = Mapping[str, Sequence[Sequence[float]]]
+"""By optimizer: forward and backward, each a scale and milliseconds per unit of each :data:`EXTENT`."""
+
+
+class AdjustedCost(ComputeCost):
+    """A compute cost with corrections by optimizer, and milliseconds of parts outside of their fused kernel, such as
+    for the table-sized gradient of data-parallel.
+
+    Latents begin with the named sums below; the latents of the compute cost follow.
+
+    Args:
+        compute: costs of fused kernels.
+        corrections: by optimizer; see :data:`Corrections`.
+        learned: training steps that the corrections were learned from, in words; empty for measured sets.
+    """
+
+    COUNT, SCALE, ADDED_MS, EXTRA_MS = slice(0, 1), slice(1, 3), slice(3, 5), slice(5, 7)
+    """Channels: fused shards, sums of their scales, milliseconds of corrections, and milliseconds beside kernels; each
+    but the count forward and backward."""
+    _OWN = 7
+
+    def __init__(self, compute: ComputeCost, corrections: Corrections | None = None, learned: str = "") -> None:
+        self._compute, self.source, self.approximates = compute, compute.source, compute.approximates
+        self._learned = learned
+        if learned:
+            prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")
+            self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
+        self._rates_O2N = torch.tensor([(corrections or {}).get(name, (UNCHANGED, UNCHANGED)) for name in OPTIMIZERS])
+
+    def needed_by(self, features_SF: Tensor) -> ComputeCost:
+        """The compute cost itself, if nothing is corrected of these shards' optimizers."""
+        rates_O2N = self._rates_O2N[optimizer_of(features_SF).unique()]
+        unchanged = bool((rates_O2N == torch.tensor(UNCHANGED)).all())
+        return self._compute if unchanged and not self._learned else self
+
+    def encode(self, features_SF: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.encode`; the shards take nothing outside of their kernels."""
+        latent_SH, rates_S2N = self._compute.encode(features_SF), self._rates_O2N[optimizer_of(features_SF)]
+        added_S2 = torch.einsum("sdk,sk->sd", rates_S2N[..., 1:], features_SF[:, columns(EXTENT)])
+        count_S1 = torch.ones_like(added_S2[:, :1])
+        return torch.cat([count_S1, rates_S2N[..., 0], added_S2, torch.zeros_like(added_S2), latent_SH], dim=-1)
+
+    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.group_cost_ms`."""
+        return self._adjusted(self._compute.group_cost_ms(latent_XH[..., self._OWN :]), latent_XH)
+
+    def approximate_ms(self, latent_XH: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.approximate_ms`."""
+        return self._adjusted(self._compute.approximate_ms(latent_XH[..., self._OWN :]), latent_XH)
+
+    def _adjusted(self, cost_X2: Tensor, latent_XH: Tensor) -> Tensor:
+        """Apply corrections; a group of several optimizers has the mean of their scales. Clamps absorb the rounding
+        of sums that a search subtracted."""
+        # In numpy, whose calls cost a third of torch's.
+        own_XN, cost_NX2 = latent_XH[..., : self._OWN].detach().numpy(), cost_X2.detach().numpy()
+        count_X1 = own_XN[..., self.COUNT]
+        kernel_X2 = own_XN[..., self.SCALE] / np.maximum(count_X1, 1) * cost_NX2
+        kernel_X2 = np.where(count_X1 > 0.5, kernel_X2 + np.maximum(own_XN[..., self.ADDED_MS], 0), 0.0)
+        return torch.from_numpy(kernel_X2 + np.maximum(own_XN[..., self.EXTRA_MS], 0))
+
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
+        """The compute cost's notes, but none of a prior that was learned from training steps."""
+        if self._learned and self.source.kind == "roofline":
+            return ()
+        return self._compute.notes(features_SF, latent_XH[..., self._OWN :])
+
 
 DIRECTIONS = ("forward", "backward")
 

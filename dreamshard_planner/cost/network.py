@@ -26,8 +26,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.dataset import LabelledSets
+from dreamshard_planner.cost.problem import ComputeCost, CostSource
 from dreamshard_planner.cost.roofline import Kernels, RooflineCost
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.support.formatting import progress_bar

@@ -1,5 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A planning problem as tensors, and the cost of its shardings and placements.
+"""Compute costs of sets of shards, the one formula, a planning problem as tensors, and the cost of its plans.
+
+A rank's compute is the sum over its fused groups; within a group a :class:`ComputeCost` (network, roofline, estimates
+that come with the shards) says what the *set* costs.
 
 An option of a table is a list of units. A *unit* is what is placed together, one *part* on each of ``span``
 consecutive ranks. A whole table or a column slice is a unit of span 1; the row blocks of one host (table-row-wise, each
@@ -12,15 +15,17 @@ for each rule of placement.
 Once options are chosen and wide units are placed, units of span 1 are left, one part each. A placement is the rank of
 each part. Problems of the paper have such parts alone.
 
-The formula is :func:`~dreamshard_planner.cost.compute.overall_ms`. TorchRec never fuses shards of different sharding
+The formula is :func:`~dreamshard_planner.cost.problem.overall_ms`. TorchRec never fuses shards of different sharding
 types, so units wider than a rank are an exact :class:`Preload` under the placement of those of span 1.
 
 Shapes: P parts, D ranks, C collectives, M limits, F features, X parts laid down, Y of them beforehand, U units, L
-span, O options, S units of span 1, B placements side by side, G fused groups, H latent channels.
+span or ranks of a host, O options, S shards or units of span 1, B placements side by side, G fused groups, H latent
+channels, X also groups or placements of any leading dimensions, N hosts.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,9 +36,119 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dreamshard_planner.cost.collectives import Collectives
-from dreamshard_planner.cost.compute import ComputeCost, SharedCores, compute_ms, overall_ms
+
+
+def overall_ms(compute_X: Tensor, collectives_X: Tensor) -> Tensor:
+    """Cost of placements, [...]: the one formula for labels, search, benchmarks and reports,
+
+        max over ranks of (forward + backward)  +  collectives of both passes
+
+    because between two all-to-all barriers of steady training a rank runs the backward of one step and the forward of
+    the next. Where ranks share cores, :func:`compute_ms` takes the place of the maximum.
+
+    Args:
+        compute_X: milliseconds of compute, by :func:`compute_ms`.
+        collectives_X: milliseconds of all collectives.
+    """
+    return compute_X + collectives_X
+
+
+@dataclass(frozen=True)
+class SharedCores:
+    """Cores of a host that its CPU ranks share."""
+
+    at_once: float
+    """Ranks of a host that can compute at once, fewer than all."""
+    on_host: int
+    """Ranks of a host."""
+
+    @cached_property
+    def waits_L(self) -> Tensor:
+        """Milliseconds that one of work adds to the whole, from the quickest rank of a host to the slowest, [L]."""
+        computing_L = torch.arange(self.on_host, 0, -1, dtype=torch.float64)
+        return (computing_L / self.at_once).clamp_min(1).diff(append=torch.zeros(1, dtype=torch.float64)).neg()
+
+
+def compute_ms(device_ms_XD: Tensor, shared_cores: SharedCores | None = None) -> Tensor:
+    """Milliseconds [...] until every rank has computed: those of the slowest one, unless ranks share cores. Then all
+    of a host that still compute go on equally fast, as processes of one system do.
+
+    Args:
+        device_ms_XD: milliseconds of each rank, if it has a core of its own.
+        shared_cores: of each host; None if all ranks can compute at once.
+    """
+    if shared_cores is None:
+        return device_ms_XD.amax(-1)
+    missing = -device_ms_XD.shape[-1] % shared_cores.on_host  # of the last host
+    host_ms_XNL = pad(device_ms_XD, (0, missing)).unflatten(-1, (-1, shared_cores.on_host))
+    return (host_ms_XNL.sort(-1).values @ shared_cores.waits_L.to(device_ms_XD.dtype)).amax(-1)
+
+
+def both_passes(ms_X2: Tensor) -> Tensor:
+    """Forward + backward, [...]; torch's sum over so short a dimension takes several times as long."""
+    return ms_X2[..., 0] + ms_X2[..., 1]
+
+
+NOT_MEASURED = "nothing measured"
+"""End of a guessed source's detail."""
+
+
+@dataclass(frozen=True)
+class CostSource:
+    """Origin of a cost, shown beside it."""
+
+    kind: str
+    """``network`` or ``roofline``; rivals have kinds of their own."""
+    detail: str
+    """Checkpoint and hardware, or the bandwidths used."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.detail})"
+
+
+class ComputeCost(ABC):
+    """Cost of fused groups. Shards are encoded once; a group is the *sum* of its shards' latents."""
+
+    source: CostSource
+    approximates: bool = False
+    """True if :meth:`approximate_ms` differs from :meth:`group_cost_ms`, so that the best by it must be rated."""
+
+    @abstractmethod
+    def encode(self, features_SF: Tensor) -> Tensor:
+        """Additive latents [S, H] of shards; channel 0 is 1 for each, so that it counts a group's shards."""
+
+    @abstractmethod
+    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
+        """Forward and backward milliseconds [..., 2] of groups from their summed latents [..., H].
+        A group without shards costs exactly nothing."""
+
+    def approximate_ms(self, latent_XH: Tensor) -> Tensor:
+        """Estimate :meth:`group_cost_ms` more cheaply, to choose the moves and swaps that are rated."""
+        return self.group_cost_ms(latent_XH)
+
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
+        """Return notes for readers of these costs, such as tables outside the measured range."""
+        return ()
+
+
+class GivenCost(ComputeCost):
+    """Costs that parts come with, such as TorchRec's estimates: they add up, fused or not. Latents are a count, forward
+    and backward milliseconds."""
+
+    def __init__(self, source: CostSource) -> None:
+        self.source = source
+
+    def encode(self, features_SF: Tensor) -> Tensor:
+        """Not from features: give latents."""
+        raise TypeError("these costs come with the parts: give latent_PH")
+
+    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
+        """Forward and backward milliseconds [..., 2]; nothing for an empty group."""
+        return torch.where(latent_XH[..., :1] > 0.5, latent_XH[..., 1:3], 0.0)
+
 
 MEMORY_KINDS = ("HBM", "DDR", "SSD")
 """Kinds of TorchRec's storage, in the order of the limits."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
+from dreamshard_planner.cost.problem import NOT_MEASURED, ComputeCost, CostSource
 from dreamshard_planner.devices import GPUS, card_of, gpu_of
 from dreamshard_planner.workload.reuse import bin_mean_reuse
 from dreamshard_planner.workload.tables import FEATURE_INDEX, INDEX_BYTES, OUTPUT_BYTES, REUSE_FEATURES, columns

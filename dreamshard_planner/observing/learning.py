@@ -31,8 +31,7 @@ from dreamshard_planner.cost.collectives import (
     CollectiveModel,
     bag_bytes,
 )
-from dreamshard_planner.cost.compute import OPTIMIZERS
-from dreamshard_planner.cost.correction import LEAST_GAIN, choose_corrections, errors_in_words
+from dreamshard_planner.cost.correction import LEAST_GAIN, OPTIMIZERS, choose_corrections, errors_in_words
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost

@@ -10,8 +10,7 @@ from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.choice import checkpoint_notes, confidence
 from dreamshard_planner.cost.collectives import OPERATIONS
-from dreamshard_planner.cost.compute import SharedCores
-from dreamshard_planner.cost.problem import MEMORY_KINDS
+from dreamshard_planner.cost.problem import MEMORY_KINDS, SharedCores
 from dreamshard_planner.devices import default_notes
 from dreamshard_planner.planning.rater import CheckpointCosts, PlanRater, RatedPlan, measured_exchanges
 from dreamshard_planner.plans.report import ESTIMATE_PARTS, MemoryEntry, Note, Report, ReportEntry, TableEntry, noted

@@ -20,8 +20,17 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, Interconnect
-from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost, SharedCores
-from dreamshard_planner.cost.problem import Cost, Option, PlacementCosts, Sharding
+from dreamshard_planner.cost.correction import AdjustedCost
+from dreamshard_planner.cost.problem import (
+    ComputeCost,
+    Cost,
+    CostSource,
+    GivenCost,
+    Option,
+    PlacementCosts,
+    Sharding,
+    SharedCores,
+)
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import cores_of
 from dreamshard_planner.planning.ranks import PlannedRanks

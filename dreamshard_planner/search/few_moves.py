@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import compute_ms, overall_ms
-from dreamshard_planner.cost.problem import Change, Cost, Sharding
+from dreamshard_planner.cost.problem import Change, Cost, Sharding, compute_ms, overall_ms
 from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.search import descended

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import Exchanges
-from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
-from dreamshard_planner.cost.problem import Cost, Problem, has_room
+from dreamshard_planner.cost.problem import Cost, Problem, both_passes, compute_ms, has_room, overall_ms
 from dreamshard_planner.search.effort import Budget
 from dreamshard_planner.search.reshards import State, in_steps
 

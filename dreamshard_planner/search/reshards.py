@@ -25,8 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import both_passes, compute_ms, overall_ms
-from dreamshard_planner.cost.problem import Change, Cost, Option, Sharding, counted_up, has_room, summed
+from dreamshard_planner.cost.problem import (
+    Change,
+    Cost,
+    Option,
+    Sharding,
+    both_passes,
+    compute_ms,
+    counted_up,
+    has_room,
+    overall_ms,
+    summed,
+)
 
 DIGITS = 5
 """Costs are compared after rounding to this many digits relative to the starting cost."""

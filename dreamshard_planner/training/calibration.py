@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.compute import OPTIMIZERS
-from dreamshard_planner.cost.correction import FEW_SETS, StageCheck, choose_corrections, errors_in_words
+from dreamshard_planner.cost.correction import FEW_SETS, OPTIMIZERS, StageCheck, choose_corrections, errors_in_words
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError

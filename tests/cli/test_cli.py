@@ -16,7 +16,7 @@ import gpu
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.choice import SHIPPED, checkpoint_notes, resolve
 from dreamshard_planner.cli import costs
-from dreamshard_planner.cost.compute import OPTIMIZERS
+from dreamshard_planner.cost.correction import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset, LabelledSets
 from dreamshard_planner.cost.network import FitConfig, predict_ms
 from dreamshard_planner.devices import Machine

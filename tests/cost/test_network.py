@@ -13,8 +13,7 @@ from torch import Tensor
 from common.linear_cost import LinearCost
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.checkpoints.choice import SHIPPED
-from dreamshard_planner.cost.compute import OPTIMIZERS, AdjustedCost, Corrections
-from dreamshard_planner.cost.correction import StageCheck, choose_corrections
+from dreamshard_planner.cost.correction import OPTIMIZERS, AdjustedCost, Corrections, StageCheck, choose_corrections
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import (
     CostNetwork,

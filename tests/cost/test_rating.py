@@ -14,10 +14,10 @@ from torch import Tensor
 import gpu_prior
 from common.linear_cost import LinearCost
 from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
-from dreamshard_planner.cost.compute import AdjustedCost, SharedCores
+from dreamshard_planner.cost.correction import AdjustedCost
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig, predict_ms
-from dreamshard_planner.cost.problem import Cost, Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding, SharedCores
 from dreamshard_planner.cost.roofline import AMD_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.workload.tables import FEATURE_INDEX, WORK, Workload, feature_matrix
 from paper.networks import PaperCostNetwork

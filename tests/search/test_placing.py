@@ -9,8 +9,7 @@ import torch
 from placement_tasks import make_cost, storage_problem
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
-from dreamshard_planner.cost.compute import SharedCores
-from dreamshard_planner.cost.problem import Cost, Preload, Problem
+from dreamshard_planner.cost.problem import Cost, Preload, Problem, SharedCores
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.search import moves
 from dreamshard_planner.search.moves import PlacementState

@@ -7,8 +7,7 @@ import pytest
 import torch
 from sharding_tasks import HOST, MEMORY, RANKS, sharding_cost
 
-from dreamshard_planner.cost.compute import SharedCores
-from dreamshard_planner.cost.problem import Cost, Sharding
+from dreamshard_planner.cost.problem import Cost, Sharding, SharedCores
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import OptionTotals, level_starts, packed_start
