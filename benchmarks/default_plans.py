@@ -41,7 +41,7 @@ from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.rater import PlanRater
-from dreamshard_planner.problem.estimators import PerfEstimator, estimate_all
+from dreamshard_planner.problem.enumeration import PerfEstimator, estimate_all
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.sharding_types import sharding_in_words
 from dreamshard_planner.workload.lookups import FeatureStatistics

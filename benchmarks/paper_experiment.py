@@ -40,7 +40,7 @@ from torch import Tensor
 from common.output import append, commit, lines_of, provenance, quiet, wide_console
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.search.placing import HEURISTICS
+from dreamshard_planner.search.starts import HEURISTICS
 from dreamshard_planner.support.formatting import progress_bar
 from dreamshard_planner.support.reproducible import single_thread
 from paper.models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows

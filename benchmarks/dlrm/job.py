@@ -30,7 +30,7 @@ from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.planning.rater import PlanRater
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
+from dreamshard_planner.search.starts import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search_space.sharding_types import DP, SHARDING_TYPES
 from dreamshard_planner.workload.lookups import FeatureStatistics
 from dreamshard_planner.workload.tables import Table, workloads_of
@@ -188,7 +188,7 @@ class Job:
 
 
 class RulePartitioner(Partitioner):
-    """Places whole tables by a greedy heuristic, a name of :data:`~dreamshard_planner.search.placing.HEURISTICS`."""
+    """Places whole tables by a greedy heuristic, a name of :data:`~dreamshard_planner.search.starts.HEURISTICS`."""
 
     def __init__(self, rule: str, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> None:
         self._rule = rule

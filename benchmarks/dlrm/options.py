@@ -14,7 +14,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.measure.collectives import local_ranks
-from dreamshard_planner.search.placing import HEURISTICS
+from dreamshard_planner.search.starts import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 SIZES = {"small": ((128,), (128, 1)), "mlperf": ((512, 256), (1024, 1024, 512, 256, 1))}

@@ -23,7 +23,7 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import LabelledSets
 from dreamshard_planner.cost.network import mape_2, predict_ms
 from dreamshard_planner.cost.problem import ComputeCost
-from dreamshard_planner.search.placing import HEURISTICS
+from dreamshard_planner.search.starts import HEURISTICS
 from paper.models import FITS, Models
 from paper.networks import HEADS, PaperCostNetwork, placement_labels, sent_bytes
 from paper.training import Half, Setting, labelled_placements, load_blocks, named_placement

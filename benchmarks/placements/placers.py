@@ -28,8 +28,8 @@ from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.problem import ComputeCost, Cost
 from dreamshard_planner.search.effort import Budget
 from dreamshard_planner.search.moves import local_search
-from dreamshard_planner.search.placing import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.search import LAST_MOVES
+from dreamshard_planner.search.starts import HEURISTICS, greedy_by_score, place_by_heuristic
 from placements.contests import Contest
 
 

@@ -15,7 +15,6 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
-from dreamshard_planner.search_space.enumeration import misses_rows
 from dreamshard_planner.search_space.options import (
     cannot_lie_so,
     counted,
@@ -31,6 +30,7 @@ from dreamshard_planner.search_space.options import (
     with_hot_rows,
 )
 from dreamshard_planner.search_space.sharding_types import CACHING, FUSED, MISSED_ROWS, is_known
+from dreamshard_planner.search_space.variants import misses_rows
 from dreamshard_planner.support.formatting import NAMED, some_of
 from dreamshard_planner.workload.lookups import HotRows
 

@@ -47,7 +47,6 @@ from dreamshard_planner.search_space.constraints import (
     constraints_by_name,
     planning_constraints,
 )
-from dreamshard_planner.search_space.enumeration import mixed_exchanges
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
     doubtful_tables,
@@ -58,6 +57,7 @@ from dreamshard_planner.search_space.modules import (
 )
 from dreamshard_planner.search_space.options import by_table, fqn_of, hot_rows_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
+from dreamshard_planner.search_space.variants import mixed_exchanges
 from dreamshard_planner.support.formatting import first_of, memory_in_words
 from dreamshard_planner.support.reproducible import canonical, digest, single_thread
 from dreamshard_planner.workload.lookups import FeatureStatistics

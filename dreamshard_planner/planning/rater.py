@@ -35,7 +35,8 @@ from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import cores_of
 from dreamshard_planner.planning.ranks import PlannedRanks
 from dreamshard_planner.plans.report import ReportEntry
-from dreamshard_planner.problem.estimators import (
+from dreamshard_planner.problem.enumeration import (
+    FastEnumerator,
     PerfEstimator,
     StorageEstimator,
     equal_lengths,
@@ -47,15 +48,9 @@ from dreamshard_planner.problem.parts import Links, Part, ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.search import SearchResult
 from dreamshard_planner.search_space.constraints import PlanningConstraints
-from dreamshard_planner.search_space.enumeration import (
-    FastEnumerator,
-    as_constrained,
-    own_slices,
-    usable_options,
-    without_idle_halves,
-)
 from dreamshard_planner.search_space.options import by_table, counted, perf_of, total_ms
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, is_known
+from dreamshard_planner.search_space.variants import as_constrained, own_slices, usable_options, without_idle_halves
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FEATURE_INDEX
 
@@ -361,7 +356,7 @@ class PlanRater:
         return self.usable_options(without_idle_halves(allowed, self.alone_ms, self.ranks.topology.world_size))
 
     def usable_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """Return the options of :func:`~dreamshard_planner.search_space.enumeration.usable_options`."""
+        """Return the options of :func:`~dreamshard_planner.search_space.variants.usable_options`."""
         return usable_options(search_space, self.ranks.topology.compute_device)
 
     def certain_options(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:

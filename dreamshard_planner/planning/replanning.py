@@ -2,7 +2,7 @@
 """Re-planning: from the running plan to one that takes less time over the remaining steps, moving included.
 
 What runs is read as what the ranks that are left hold of each table. Tables that are new, or were cut for other ranks,
-have to go somewhere; all others may stay. :mod:`dreamshard_planner.search.few_moves` makes the curve.
+have to go somewhere; all others may stay. :mod:`dreamshard_planner.search.search` makes the curve.
 
 Shapes: S shards of a table, D ranks, U units, P positions.
 """
@@ -31,7 +31,7 @@ from dreamshard_planner.planning.model_problem import ModelProblem
 from dreamshard_planner.plans.comparison import names_that_keep_most, received_SD, renamed, stale_differences
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
 from dreamshard_planner.problem.parts import positions_of
-from dreamshard_planner.search.few_moves import few_moves
+from dreamshard_planner.search.search import few_moves
 from dreamshard_planner.search_space.options import fqn_of, hot_rows_of, places_of, type_of
 from dreamshard_planner.support.documents import document_of
 from dreamshard_planner.support.formatting import checked, ranks_in_words, seconds_in_words, size_in_words, some_of
@@ -345,7 +345,7 @@ class _Ways:
         return tuple(forced or ([] if self.starts else ["it does not keep within memory and rules"]))
 
     def received_UP(self, table: int, option: int) -> np.ndarray:
-        """See :data:`~dreamshard_planner.search.few_moves.Received`."""
+        """See :data:`~dreamshard_planner.search.search.Received`."""
         received_SD = self._received_SD(table, option)
         span = self.cost.problem.tables[table][option].span
         units, positions = len(received_SD) // span, received_SD.shape[1] // span

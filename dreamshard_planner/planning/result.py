@@ -27,10 +27,10 @@ from dreamshard_planner.planning.search_plan import BASELINE, torchrec_plan
 from dreamshard_planner.plans.comparison import differences
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Note, Report, ReportEntry, noted
+from dreamshard_planner.problem.enumeration import sharding_only
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search.search import SearchResult, search
 from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
-from dreamshard_planner.search_space.enumeration import sharding_only
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import (
     by_table,

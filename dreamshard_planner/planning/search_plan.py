@@ -24,11 +24,11 @@ from dreamshard_planner.plans.report import Note, ReportEntry
 from dreamshard_planner.policy.network import policy_starts
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.search.effort import SearchSettings, portion
-from dreamshard_planner.search.placing import heuristic_placements, place_wide_units
 from dreamshard_planner.search.search import Further, SearchResult, search
-from dreamshard_planner.search_space.enumeration import all_sized, other_sizes
+from dreamshard_planner.search.starts import heuristic_placements, place_wide_units
 from dreamshard_planner.search_space.options import by_table, counted, is_torchrecs, ranks_of
 from dreamshard_planner.search_space.sharding_types import TW, in_host_memory
+from dreamshard_planner.search_space.variants import all_sized, other_sizes
 from dreamshard_planner.support.reproducible import collector_paused, neutral, single_thread
 
 QUICK = 0.002

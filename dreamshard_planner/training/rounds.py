@@ -50,8 +50,7 @@ from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.policy.task import WHOLE_TYPES, ShardingTask
 from dreamshard_planner.problem.parts import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search.placing import HEURISTICS, place_by_heuristic
-from dreamshard_planner.search.starts import OptionTotals
+from dreamshard_planner.search.starts import HEURISTICS, OptionTotals, place_by_heuristic
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, TW
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.support.formatting import progress_bar

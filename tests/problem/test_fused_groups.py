@@ -26,8 +26,8 @@ import collectives_prior
 from dreamshard_planner.checkpoints.choice import resolve
 from dreamshard_planner.cost.collectives import GLOO, NCCL, CollectiveFit, CollectiveModel
 from dreamshard_planner.planning.rater import FREE, links_of
+from dreamshard_planner.problem.enumeration import FastEnumerator
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.enumeration import FastEnumerator
 
 META = torch.device("meta")
 SHARDER_PARAMS = (

@@ -13,9 +13,8 @@ from dreamshard_planner.cost.problem import Cost, Preload, Problem, SharedCores
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.search import moves
 from dreamshard_planner.search.moves import PlacementState
-from dreamshard_planner.search.placing import greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.reshards import DIGITS
-from dreamshard_planner.search.starts import packed_start
+from dreamshard_planner.search.starts import greedy_by_score, packed_start, place_by_heuristic
 
 
 @pytest.mark.parametrize("sizes, capacity", [([6, 5, 5, 4], 10), ([7, 6, 5, 5, 4, 3], 15)])

@@ -19,10 +19,11 @@ from torchrec.modules.embedding_tower import EmbeddingTower
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.comparison import stale_differences
+from dreamshard_planner.problem.enumeration import FastEnumerator
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.enumeration import FastEnumerator, own_slices
 from dreamshard_planner.search_space.options import is_torchrecs
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW, TWRW
+from dreamshard_planner.search_space.variants import own_slices
 
 SHARDERS = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 GIB = 2**30

@@ -25,9 +25,8 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.problem.estimators import PerfEstimator, StorageEstimator
+from dreamshard_planner.problem.enumeration import FastEnumerator, PerfEstimator, StorageEstimator
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.enumeration import FastEnumerator
 from tests.mixed_models import mixed_case
 
 
@@ -98,7 +97,7 @@ def test_tables_enumerated_in_parts_have_the_same_options(monkeypatch: pytest.Mo
     """As where all shards at once would fill the memory: in TorchRec's order, and known when asked again."""
     model, sharders, topology, _ = case_of(1)
     at_once = FastEnumerator(topology, 64).enumerate(model, sharders)
-    monkeypatch.setattr("dreamshard_planner.search_space.enumeration.SHARDS_AT_ONCE", 2 * topology.world_size)
+    monkeypatch.setattr("dreamshard_planner.problem.enumeration.SHARDS_AT_ONCE", 2 * topology.world_size)
     enumerator = FastEnumerator(topology, 64)
     for _ in range(2):
         in_parts = enumerator.enumerate(model, sharders)

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Options of a model: TorchRec's, further slices and caches, and those that are allowed and run.
+"""Further slices and caches of TorchRec's options, and the options that are allowed and run.
 
 TorchRec enumerates one width of column slices per table (``min_partition``, by default 128 columns) and one cache size
 (a fifth of the rows) for tables in host memory.
@@ -7,30 +7,25 @@ TorchRec enumerates one width of column slices per table (``min_partition``, by 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import nn
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Shard,
-    ShardEstimator,
     ShardingOption,
-    Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.modules import TableModule, shardable_tables
+from dreamshard_planner.search_space.modules import TableModule
 from dreamshard_planner.search_space.options import (
     EnumeratedOption,
     OwnOption,
@@ -56,16 +51,8 @@ from dreamshard_planner.search_space.sharding_types import (
     serves,
 )
 from dreamshard_planner.support.formatting import first_of, ranks_in_words
-from dreamshard_planner.support.reproducible import collector_paused
-from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
 
-TableKey = tuple[int, str]
-"""``id`` of a table's module, and the table's name."""
-Lengths = Callable[[ShardingOption], list[float]]
-"""Returns the ``input_lengths`` of an option."""
-SHARDS_AT_ONCE = 2**18
-"""Tables times ranks enumerated at once; each takes some 2 KB."""
 LEAST_HALF = 16
 """Fewest columns of a half: reading a row costs at least a sector or two of memory."""
 COLUMNS_APART = 4
@@ -74,89 +61,6 @@ HEAVY = 0.5
 """Share of a rank's even load from which a table is worth halving."""
 CACHE_SHARES = (0.01, 0.05, 0.1, 0.4, 0.7)
 """Cached shares of a table's rows, beside TorchRec's fifth."""
-
-
-def sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
-    """Return a copy of a sharder that offers only some tables."""
-    some = copy.copy(sharder)
-    vars(some)["shardable_parameters"] = partial(_parameters, tables, sharder)
-    return some
-
-
-def _parameters(
-    tables: Collection[TableKey], sharder: ModuleSharder[nn.Module], module: nn.Module
-) -> dict[str, nn.Parameter]:
-    offered = sharder.shardable_parameters(module)
-    return {name: parameter for name, parameter in offered.items() if (id(module), name) in tables}
-
-
-class FastEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, with ``variants`` of its options, and with equal blocks of rows also on ranks of unequal
-    memory.
-
-    A table's options are sorted by sharding type and kernel, since TorchRec's order changes with Python's hash seed.
-    ``lengths`` are by default those of the constraints.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        batch_size: int,
-        constraints: dict[str, ParameterConstraints] | None = None,
-        estimator: ShardEstimator | list[ShardEstimator] | None = None,
-        *,
-        variants: Callable[[EnumeratedOption], Sequence[EnumeratedOption]] = lambda _: (),
-        lengths: Lengths | None = None,
-    ) -> None:
-        super().__init__(topology, batch_size, constraints, estimator)
-        # TorchRec would cut row_wise tables by the memory of each rank, and its lookup assumes equal blocks.
-        self._device_memory_sizes = None
-        self._variants, self._lengths, self._enumerating = variants, lengths, False
-
-    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """See ``torchrec.distributed.planner.types.Enumerator``."""
-        tables = [*dict.fromkeys((id(table.owner.module), table.name) for table in shardable_tables(module, sharders))]
-        at_once = max(1, SHARDS_AT_ONCE // self._world_size)
-        options: list[ShardingOption] = []
-        stored: list[ShardingOption] = []
-        self._enumerating = True
-        try:
-            with collector_paused():
-                # Some at a time, since TorchRec makes all their shards before equal ones are grouped.
-                for first in range(0, len(tables), at_once):
-                    some = frozenset(tables[first : first + at_once])
-                    options += super().enumerate(module, [sharding_only(some, sharder) for sharder in sharders])
-                    stored += self.last_stored_search_space or []
-        except ValueError as error:
-            if not compat.tells_of_buckets(error):
-                raise
-            raise refused(
-                f"{error} Give the table's managed collision module a number of buckets that is a multiple of the "
-                f"{self._world_size} ranks, such as buckets={self._world_size}."
-            ) from error
-        finally:
-            self._enumerating = False
-        self._last_stored_search_space, self._last_stored_sharders = stored, sharders
-        return options
-
-    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """See ``torchrec.distributed.planner.types.Enumerator``."""
-        if self._enumerating:
-            # In place: ``enumerate`` copies and returns this list.
-            sharding_options[:] = self._with_variants(sharding_options)
-        if self._lengths is not None:
-            for option in sharding_options:
-                option.input_lengths = self._lengths(option)
-        super().populate_estimates(sharding_options)
-
-    def _with_variants(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        chosen: list[ShardingOption] = []
-        for of_table in by_table(options).values():
-            ways: list[ShardingOption] = []
-            for option in map(EnumeratedOption.of, of_table):
-                ways += [option, *self._variants(option)]
-            chosen += sorted(ways, key=lambda way: (way.sharding_type, way.compute_kernel, -way.num_shards))
-        return chosen
 
 
 class Halves(OwnOption):

@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's estimates, to the last bit, in a fraction of the time; and the memory that kernels allocate beyond them.
+"""TorchRec's options and estimates, to the last bit, in a fraction of the time; and the memory that kernels allocate
+beyond them.
 
 TorchRec's estimators read only the size of a shard, and the shards of one option have few sizes, estimated once each.
 The estimate of storage misses row-wise optimizer states of tables in unified memory, states in fp32 beside weights in
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torch import nn
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
@@ -30,12 +33,27 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.enumeration import Lengths
-from dreamshard_planner.search_space.options import counted, fqn_of, hot_rows_of, refused, type_of
+from dreamshard_planner.search_space.modules import shardable_tables
+from dreamshard_planner.search_space.options import (
+    EnumeratedOption,
+    by_table,
+    counted,
+    fqn_of,
+    hot_rows_of,
+    refused,
+    type_of,
+)
 from dreamshard_planner.search_space.sharding_types import KERNELS, is_known, serves
+from dreamshard_planner.support.reproducible import collector_paused
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.tables import OPTIMIZERS, STATE_BYTES, Table
 
+Lengths = Callable[[ShardingOption], list[float]]
+"""Returns the ``input_lengths`` of an option."""
+TableKey = tuple[int, str]
+"""``id`` of a table's module, and the table's name."""
+SHARDS_AT_ONCE = 2**18
+"""Tables times ranks enumerated at once; each takes some 2 KB."""
 CACHE_SET_ROWS = 32
 """Rows of one set of a cache: FBGEMM's caches have whole sets."""
 SLOT_BYTES = 16
@@ -210,3 +228,86 @@ def _row_counters(optimizer: str, params: Mapping[str, Any]) -> int:
         return _ROW_COUNTERS.get(getattr(params.get("weight_decay_mode"), "name", ""), 0)
     extra = params.get("extra_optimizer_config")
     return int(optimizer == "adam" and getattr(extra, "use_rowwise_bias_correction", False))
+
+
+def sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
+    """Return a copy of a sharder that offers only some tables."""
+    some = copy.copy(sharder)
+    vars(some)["shardable_parameters"] = partial(_parameters, tables, sharder)
+    return some
+
+
+def _parameters(
+    tables: Collection[TableKey], sharder: ModuleSharder[nn.Module], module: nn.Module
+) -> dict[str, nn.Parameter]:
+    offered = sharder.shardable_parameters(module)
+    return {name: parameter for name, parameter in offered.items() if (id(module), name) in tables}
+
+
+class FastEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator, with ``variants`` of its options, and with equal blocks of rows also on ranks of unequal
+    memory.
+
+    A table's options are sorted by sharding type and kernel, since TorchRec's order changes with Python's hash seed.
+    ``lengths`` are by default those of the constraints.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+        *,
+        variants: Callable[[EnumeratedOption], Sequence[EnumeratedOption]] = lambda _: (),
+        lengths: Lengths | None = None,
+    ) -> None:
+        super().__init__(topology, batch_size, constraints, estimator)
+        # TorchRec would cut row_wise tables by the memory of each rank, and its lookup assumes equal blocks.
+        self._device_memory_sizes = None
+        self._variants, self._lengths, self._enumerating = variants, lengths, False
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """See ``torchrec.distributed.planner.types.Enumerator``."""
+        tables = [*dict.fromkeys((id(table.owner.module), table.name) for table in shardable_tables(module, sharders))]
+        at_once = max(1, SHARDS_AT_ONCE // self._world_size)
+        options: list[ShardingOption] = []
+        stored: list[ShardingOption] = []
+        self._enumerating = True
+        try:
+            with collector_paused():
+                # Some at a time, since TorchRec makes all their shards before equal ones are grouped.
+                for first in range(0, len(tables), at_once):
+                    some = frozenset(tables[first : first + at_once])
+                    options += super().enumerate(module, [sharding_only(some, sharder) for sharder in sharders])
+                    stored += self.last_stored_search_space or []
+        except ValueError as error:
+            if not compat.tells_of_buckets(error):
+                raise
+            raise refused(
+                f"{error} Give the table's managed collision module a number of buckets that is a multiple of the "
+                f"{self._world_size} ranks, such as buckets={self._world_size}."
+            ) from error
+        finally:
+            self._enumerating = False
+        self._last_stored_search_space, self._last_stored_sharders = stored, sharders
+        return options
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """See ``torchrec.distributed.planner.types.Enumerator``."""
+        if self._enumerating:
+            # In place: ``enumerate`` copies and returns this list.
+            sharding_options[:] = self._with_variants(sharding_options)
+        if self._lengths is not None:
+            for option in sharding_options:
+                option.input_lengths = self._lengths(option)
+        super().populate_estimates(sharding_options)
+
+    def _with_variants(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        chosen: list[ShardingOption] = []
+        for of_table in by_table(options).values():
+            ways: list[ShardingOption] = []
+            for option in map(EnumeratedOption.of, of_table):
+                ways += [option, *self._variants(option)]
+            chosen += sorted(ways, key=lambda way: (way.sharding_type, way.compute_kernel, -way.num_shards))
+        return chosen
