@@ -150,13 +150,13 @@ def play(task: DefaultTask, name: str, limit: float) -> dict[str, Any]:
         plan = planner.options
     seconds, topology, constraints = time.process_time() - start, given["topology"], given["constraints"]
     estimate_all([PerfEstimator(topology, constraints)], plan, SHARDERS)
-    context = PlanRater(PlannedRanks.of(topology), OptionReader(constraints))
+    rater = PlanRater(PlannedRanks.of(topology), OptionReader(constraints))
     kinds = (sharding_in_words(option.sharding_type, option.compute_kernel) for option in plan)
     return {
         "seconds": round(seconds, 2),
         "torchrec_ms": NoopPerfModel(topology).rate(plan),
-        "own_ms": context.rated(plan).total_ms,
-        "own_source": str(context.compute.source),
+        "own_ms": rater.rated(plan).total_ms,
+        "own_source": str(rater.compute.source),
         "types": dict(Counter(kinds).most_common()),
         "finished": finished,
     }

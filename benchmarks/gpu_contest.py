@@ -150,7 +150,7 @@ def published_task() -> dict[str, dict[str, Any]]:
     for name, plan in plans.items():
         for option in plan:
             option.batch_size = published_plan.LOCAL_BATCH // BATCH_SHARE
-        told[name] = kernels_of(plan, planner._model().context)
+        told[name] = kernels_of(plan, planner._model().rater)
     for entry in told.values():
         slowest = np.argsort(entry["predicted_ms"])[::-1][:SLOWEST].tolist()
         entry |= {"ranks": slowest} | {

@@ -185,7 +185,7 @@ def compare(tables: int, ranks: int, seed: int, seconds: float) -> dict[str, Any
     report, problem = planner.report(), planner._model()
     ours_ms = report.chosen.total_ms
     options = problem.searched
-    cost = problem.context.cost(problem.context.read(options, problem.left))
+    cost = problem.rater.cost(problem.rater.read(options, problem.room))
     choices = choices_of(cost.problem, cost.single_ms_P.numpy())
     start = time.monotonic()
     bound_ms = sum(min(choice.ms.sum() for choice in some) for some in choices) / ranks

@@ -73,11 +73,11 @@ def cost_of(tables: int, ranks: int, seed: int, costs: str = "roofline") -> Cost
     model.sparse = meta_collection(drawn)
     reader = OptionReader(constraints)
     source = costs if costs in COST_SOURCES else "auto"
-    context = PlanRater(PlannedRanks.of(topology), reader, source, constraints=constraints, sharders=sharders)
+    rater = PlanRater(PlannedRanks.of(topology), reader, source, constraints=constraints, sharders=sharders)
     reservation = EmbeddingShardingPlanner(topology, BATCH_SIZE, stats=[])._storage_reservation
     left = reservation.reserve(topology, BATCH_SIZE, model, sharders, constraints)
-    options = context.enumerator(BATCH_SIZE).enumerate(model, sharders)
-    return context.cost(context.read(context.usable_options(options), left))
+    options = rater.enumerator(BATCH_SIZE).enumerate(model, sharders)
+    return rater.cost(rater.read(rater.usable_options(options), left))
 
 
 def row_of(cost: Cost, policy: Policy, kinds: Sequence[str] = KINDS) -> dict[str, dict[str, float]]:

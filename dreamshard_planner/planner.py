@@ -71,7 +71,7 @@ from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.formatting import checked, first_of
 from dreamshard_planner.support.reproducible import neutral
 from dreamshard_planner.torchrec_components.compat import let_lack_of_room_be_told
-from dreamshard_planner.torchrec_components.components import GivenComponents, SearchLoop
+from dreamshard_planner.torchrec_components.components import GivenComponents, LoopComponents
 from dreamshard_planner.workload.statistics import TableStatistics
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         )
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
-        self._loop: SearchLoop | None = None
+        self._loop: LoopComponents | None = None
         self._result: PlanResult | str = (
             "plan first, on this rank (DistributedModelParallel and collective_plan plan on rank 0 alone)"
         )
@@ -264,7 +264,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             raise
         options: Sequence[ShardingOption] = self._best_plan or []
         self._warn_of_lost_optimizers(model, options)
-        if missing := missing_optimizers(options, model.context.reader):
+        if missing := missing_optimizers(options, model.rater.reader):
             warnings.warn(missing, InputWarning, stacklevel=3)
         hot = {fqn_of(option): rows.ids for option in options if (rows := hot_rows_of(option)) is not None}
         return replicate_hot_rows(sharding_plan, hot) if hot else sharding_plan
@@ -288,11 +288,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         model = ModelProblem.of(
             self._settings, self._ranks, module, sharders, self._reservation, self._given.enumerator
         )
-        self._loop = loop = SearchLoop(model, self._given, self.plan_loader)
+        self._loop = loop = LoopComponents(model, self._given, self.plan_loader)
         self._batch_size: int = model.settings.batch_size
-        self._storage_reservation = answering(self._reservation, "reserve", model.left)
+        self._storage_reservation = answering(self._reservation, "reserve", model.room)
         let_lack_of_room_be_told(self._storage_reservation)
-        self._constraints = model.context.constraints
+        self._constraints = model.rater.constraints
         self._enumerator = answering(model.enumerator, "enumerate", model.search_space)
         self._proposers: list[Proposer] = loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model

@@ -47,8 +47,8 @@ def planned_and_best_ms(seed: int, cost_source: str) -> tuple[float, float]:
     planner, model = small_problem(seed, cost_source)
     planner.plan(model, [EmbeddingBagCollectionSharder()])
     session = planner._loop.model
-    options = session.context.certain_options(session.search_space)
-    cost = session.context.cost(session.context.read(options, session.left))
+    options = session.rater.certain_options(session.search_space)
+    cost = session.rater.cost(session.rater.read(options, session.room))
     return planner.report().chosen.total_ms, optimum_ms(cost)
 
 

@@ -163,7 +163,7 @@ def test_all_ranks_serve_one_batch_together() -> None:
     workload = {}
     for ranks in (2, 8):
         made = plan_of(bags(DataType.INT8), topology=topology(ranks), cost_source="auto", sharding_types=[TW])
-        (workload[ranks],) = made._loop.model.context.read(made.options[:1]).workload_P
+        (workload[ranks],) = made._loop.model.rater.read(made.options[:1]).workload_P
     assert workload[2] == workload[8] and workload[2].lookups == 512
 
 

@@ -192,15 +192,15 @@ class RulePartitioner(Partitioner):
 
     def __init__(self, rule: str, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> None:
         self._rule = rule
-        self._context = PlanRater(PlannedRanks.of(topology), OptionReader(constraints))
+        self._rater = PlanRater(PlannedRanks.of(topology), OptionReader(constraints))
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Return ``proposal`` with ranks; raises ``PlannerError`` if the heuristic runs out of memory."""
-        read = self._context.read(proposal, storage_constraint)
-        cost = self._context.cost(read)
+        read = self._rater.read(proposal, storage_constraint)
+        cost = self._rater.cost(read)
         chosen = cost.chosen(Sharding((0,) * len(read.options), ((0,),) * len(read.options)))
         assignment_S = place_by_heuristic(chosen.cost.problem, self._rule)
         if assignment_S is None:
-            raise infeasible(chosen.cost.problem, self._context.splitting_left_out)
+            raise infeasible(chosen.cost.problem, self._rater.splitting_left_out)
         read.assign(chosen.placed(assignment_S))
         return proposal

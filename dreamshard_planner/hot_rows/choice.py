@@ -138,17 +138,17 @@ def _candidates(model: ModelProblem) -> list[_Candidate]:
             continue
         tables = {config.name: config.feature_names for config in module.embedding_configs()}
         names = [name for features in tables.values() for name in features]
-        known = model.context.reader.kernel_params(option)
+        known = model.rater.reader.kernel_params(option)
         arguments = in_backward_arguments(option.tensor, {k: v for k, v in known.items() if v is not None})
         if (
             option.compute_kernel != "fused"
             or len(set(names)) < len(names)
             or in_smaller_batches({name: statistics[name] for name in names if name in statistics})
-            or any(one.batch_sizes for name, one in model.context.constraints.items() if name in tables)
+            or any(one.batch_sizes for name, one in model.rater.constraints.items() if name in tables)
             or why_not_hot_rows(arguments, option.tensor.dtype, topology.compute_device)
         ):
             continue
-        declared = model.context.reader.declared(option)
+        declared = model.rater.reader.declared(option)
         reads: dict[int, float] = {}
         for feature in (statistics[name] for name in declared.features if name in statistics):
             scale = option.batch_size / feature.samples
@@ -177,12 +177,12 @@ def _rated(
         if count := counts.get(fqn_of(option), 0):
             chosen = candidates[fqn_of(option)]
             option = with_hot_rows(chosen.option, HotRows(chosen.ids[:count], int(option.tensor.shape[0])))
-            set_ranks(option, range(model.left.world_size))
+            set_ranks(option, range(model.room.world_size))
         elif hot_rows_of(option):
             option = with_hot_rows(option, None)
         options.append(option)
-    model.context.estimate_missing(options)
-    return model.context.rated(options, model.left)
+    model.rater.estimate_missing(options)
+    return model.rater.rated(options, model.room)
 
 
 def _sent_bytes(rated: RatedPlan) -> float:
@@ -211,12 +211,12 @@ def dedup_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
         plan: one option with ranks for every table.
     """
     plan = [with_hot_rows(option, None) if hot_rows_of(option) else option for option in plan]
-    context, topology = model.context, model.ranks.topology
+    rater, topology = model.rater, model.ranks.topology
     statistics: Mapping[str, FeatureStatistics] = model.settings.statistics or {}
     if model.settings.cost_source == "torchrec" or topology.compute_device == "cpu" or topology.world_size == 1:
         return ()
     sequences = [option for option in plan if type(option.module[1]) is EmbeddingCollection]
-    features = [statistics.get(name) for option in sequences for name in context.reader.declared(option).features]
+    features = [statistics.get(name) for option in sequences for name in rater.reader.declared(option).features]
     if not features or any(feature is None or feature.reuse_histogram is None for feature in features):
         return ()
     sharders = [
@@ -227,11 +227,11 @@ def dedup_notes(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
     ]
     if sharders == list(model.sharders):
         return ()
-    reader = OptionReader(context.constraints, model.settings.statistics, sharders)
-    before_ms = context.rated(plan).total_ms
-    after_ms = replace(context, reader=reader, sharders=sharders).rated(plan).total_ms
+    reader = OptionReader(rater.constraints, model.settings.statistics, sharders)
+    before_ms = rater.rated(plan).total_ms
+    after_ms = replace(rater, reader=reader, sharders=sharders).rated(plan).total_ms
     after_ms += sum(
-        sum(context.reader.pooling_factors(option))
+        sum(rater.reader.pooling_factors(option))
         * option.batch_size
         * (SORTED_BYTES + HOT_LOOKUP_PASSES * 4 * int(option.tensor.shape[1]))
         for option in sequences

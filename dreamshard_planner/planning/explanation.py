@@ -144,7 +144,7 @@ def _gain(change: Change | None) -> str:
 def explain(model: ModelProblem, plan: AnyPlan, rank: int | None = None) -> Explanation:
     """Explain one rank's part of a step, see :meth:`~dreamshard_planner.planner.DreamShardPlanner.explain`."""
     rated = model.rated(plan)
-    report = report_on(model.context, rated, assumptions(model, rated.options))
+    report = report_on(model.rater, rated, assumptions(model, rated.options))
     chosen = report.chosen
     rank = chosen.slowest if rank is None else rank
     if isinstance(rank, bool | float) or rank not in range(len(chosen.rank_ms)):
@@ -193,15 +193,15 @@ def _groups(rated: RatedPlan, rank: int, alone_ms: Mapping[str, float]) -> tuple
 
 def _tables(model: ModelProblem, rated: RatedPlan, rank: int, alone_ms: Mapping[str, float]) -> tuple[TableCost, ...]:
     """Return the costs of some tables, with the best move and the best split of each by the search's re-shards."""
-    context, chosen = model.context, {fqn_of(option): option for option in rated.options}
+    rater, chosen = model.rater, {fqn_of(option): option for option in rated.options}
     others = [
         option
-        for name, options in by_table(context.usable_options(model.search_space)).items()
+        for name, options in by_table(rater.usable_options(model.search_space)).items()
         for option in options
         if name in alone_ms and not same_option(option, chosen[name])
     ]
-    read = context.read([*rated.options, *others], model.left)
-    cost, sharding = context.cost(read), read.sharding(rated.options)
+    read = rater.read([*rated.options, *others], model.room)
+    cost, sharding = rater.cost(read), read.sharding(rated.options)
     now_ms = cost.overall_ms(sharding)
     state = ShardingState(cost, sharding, max(1e-9, now_ms))
 

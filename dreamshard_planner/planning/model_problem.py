@@ -75,9 +75,9 @@ class ModelProblem:
     ranks: PlannedRanks
     skeleton: nn.Module
     """A copy of the module without weights, as it was before sharding."""
-    context: PlanRater
+    rater: PlanRater
     """Reads and rates options, within constraints and rules."""
-    left: Topology
+    room: Topology
     """Topology with the memory that the storage reservation leaves."""
     legal: LegalRanks | None
     """Ranks that placement rules leave to tables; None without rules."""
@@ -120,18 +120,18 @@ class ModelProblem:
             legal = LegalRanks.of(settings.placement_rules, tables, topology)
         constraints = constraints_under(settings, ranks, tables, legal)
         reader = OptionReader(constraints, statistics, sharders, legal)
-        context = PlanRater(ranks, reader, settings.cost_source, constraints, sharders)
+        rater = PlanRater(ranks, reader, settings.cost_source, constraints, sharders)
         features = [feature for table in tables for feature in table.feature_names]
         unused = [statistics.unused(features) if statistics is not None and tables else None]
         unused += [None if is_doubtful else of_others]
-        made = enumerator or context.enumerator(settings.batch_size)
+        made = enumerator or rater.enumerator(settings.batch_size)
         search_space = made.enumerate(module, [*sharders])
         if enumerator is not None:
-            context.estimate_missing(search_space, with_perf=True)
+            rater.estimate_missing(search_space, with_perf=True)
             settings = _of_enumerator(settings, search_space)
         skeleton = without_weights(module, sharders)
         try:
-            left = reservation.reserve(
+            room = reservation.reserve(
                 topology=topology,
                 batch_size=settings.batch_size,
                 module=skeleton if isinstance(reservation, DefaultReservation) else module,
@@ -150,8 +150,8 @@ class ModelProblem:
             settings=settings,
             ranks=ranks,
             skeleton=skeleton,
-            context=context,
-            left=left,
+            rater=rater,
+            room=room,
             legal=legal,
             reservation=reservation,
             doubtful=(*doubtful, *doubtful_bandwidths(topology)),
@@ -164,26 +164,26 @@ class ModelProblem:
     @property
     def sharders(self) -> Sharders:
         """Sharders of the module."""
-        return self.context.sharders
+        return self.rater.sharders
 
     @property
     def left_out(self) -> dict[str, dict[str, str]]:
         """Sharding types that each table may not take, with reasons, by its fully qualified name."""
-        return self.context.constraints.left_out
+        return self.rater.constraints.left_out
 
     def training_change(self, option: ShardingOption) -> str | None:
         """Return why a table trains differently than a whole one by the type of an option, or None."""
-        return self.context.constraints.changes.get(fqn_of(option), {}).get(option.sharding_type)
+        return self.rater.constraints.changes.get(fqn_of(option), {}).get(option.sharding_type)
 
     @cached_property
     def searched(self) -> list[ShardingOption]:
         """Options that planning searches; raises PlannerError if a table has none."""
-        return self.context.searched_options(self.search_space)
+        return self.rater.searched_options(self.search_space)
 
     @cached_property
     def inputs(self) -> PlanInputs:
         """Inputs of the plans."""
-        return plan_inputs(self.settings, self.ranks, self.search_space, self.context.reader, self.reservation)
+        return plan_inputs(self.settings, self.ranks, self.search_space, self.rater.reader, self.reservation)
 
     def digest(self, components: Iterable[object]) -> str:
         """Return the digest of all inputs of plans, in hexadecimal, the same in every process.
@@ -204,7 +204,7 @@ class ModelProblem:
             (settings.constraints, settings.placement_rules),
             (settings.effort_factor, settings.timeout_seconds, settings.hot_rows_bytes),
         ]
-        left_bytes = [device.storage for device in self.left.devices]
+        left_bytes = [device.storage for device in self.room.devices]
         # TorchRec enumerates kernels in the order of a set.
         return digest([self.inputs, left_bytes, sorted(map(canonical, options)), parts])
 
@@ -224,7 +224,7 @@ class ModelProblem:
             PlanError: a file can't be read.
         """
         given = tables_of_model(_loaded(plan), self.by_table)
-        ranks = self.left.world_size
+        ranks = self.room.world_size
         options = [as_option(fqn, given[fqn], choices, ranks) for fqn, choices in self.by_table.items()]
         for option in options:
             check_rows(option)
@@ -235,15 +235,15 @@ class ModelProblem:
         """Return a plan with its memory and costs; errors as of :meth:`options`."""
         with single_thread():
             options = self.options(plan)
-            self.context.estimate_missing(options)
-            return self.context.rated(options, self.left)
+            self.rater.estimate_missing(options)
+            return self.rater.rated(options, self.room)
 
     def lookups_per_sample(self) -> dict[str, float]:
         """Return lookups per sample, by feature: from statistics, constraints, or TorchRec's default.
 
         If constraints of several tables differ for a feature, the most count.
         """
-        reader, found = self.context.reader, dict[str, float]()
+        reader, found = self.rater.reader, dict[str, float]()
         for option, *_ in self.by_table.values():
             for name, factor in zip(reader.declared(option).features, reader.pooling_factors(option), strict=True):
                 found[name] = max(factor, found.get(name, 0.0))
@@ -253,7 +253,7 @@ class ModelProblem:
         """Return a plan with all its inputs and with its report, by default a new one."""
         options = self.options(plan)
         if report is None:
-            report = report_on(self.context, self.rated(options))
+            report = report_on(self.rater, self.rated(options))
         return SavedPlan(
             libraries=libraries(),
             predicted=report.predicted,
@@ -265,7 +265,7 @@ class ModelProblem:
 
     def _inputs_of(self, plan: Iterable[ShardingOption]) -> PlanInputs:
         """Return the inputs of a plan, with the hot ids that its costs depend on."""
-        hot = {name for one in plan if hot_rows_of(one) for name in self.context.reader.declared(one).features}
+        hot = {name for one in plan if hot_rows_of(one) for name in self.rater.reader.declared(one).features}
         known: Mapping[str, FeatureStatistics] = self.settings.statistics or {}
         features = {name: known[name] if name in hot else feature for name, feature in self.inputs.features.items()}
         return replace(self.inputs, features=features)

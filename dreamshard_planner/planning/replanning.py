@@ -268,10 +268,10 @@ class Held:
             if fqn in given
         }
         used = [1 + shard.rank for table in known.values() for shard in table.shards]
-        ranks = range(saved.inputs.topology.world_size if saved else max([model.left.world_size, *used]))
+        ranks = range(saved.inputs.topology.world_size if saved else max([model.room.world_size, *used]))
         if odd := sorted(set(lost) - {*ranks}):
             raise ValueError(f"there is no rank {odd[0]!r} to be lost: the plan that runs is for {len(ranks)} ranks")
-        left = [rank for rank in ranks if rank not in lost][: model.left.world_size]
+        left = [rank for rank in ranks if rank not in lost][: model.room.world_size]
         before, numbers = saved.inputs.tables if saved else tables, dict(zip(left, range(len(left)), strict=True))
         shards, whole = {}, {}
         for fqn, table in known.items():
@@ -308,17 +308,17 @@ class _Ways:
     def __init__(self, model: ModelProblem, held: Held, fresh: Sequence[ShardingOption]) -> None:
         self._model, self._held, saved = model, held, model.saved(fresh, "plan")
         named = model.options(renamed(saved, names_that_keep_most(held.shards, saved)))
-        guessed = any(map(model.context.is_guess, named))
-        searched = model.searched if guessed else model.context.certain_options(model.searched)
+        guessed = any(map(model.rater.is_guess, named))
+        searched = model.searched if guessed else model.rater.certain_options(model.searched)
         known = {fqn: table for fqn, table in held.whole.items() if enumerated_as(model.by_table[fqn], table)}
-        ranks = model.left.world_size
+        ranks = model.room.world_size
         now = [as_option(fqn, table, model.by_table[fqn], ranks) for fqn, table in known.items()]
         ways = set(map(_way, searched))
         now = [option for option in now if _may_stay(option, ways)]
         options = list({_way(option): option for option in [*now, *named, *searched]}.values())
-        model.context.estimate_missing(options)
-        self.read = model.context.read(options, model.left)
-        self.cost = model.context.cost(self.read)
+        model.rater.estimate_missing(options)
+        self.read = model.rater.read(options, model.room)
+        self.cost = model.rater.cost(self.read)
         self._index = {_way(option): (table, index) for table, choices in enumerate(self.read.options)
                        for index, option in enumerate(choices)}  # fmt: skip
         _, chosen, positions = zip(*sorted(map(self._change, named)), strict=True)

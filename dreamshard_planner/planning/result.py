@@ -125,7 +125,7 @@ class PlanResult:
             else:
                 # Placed shards need no check: a user's enumerator may make placeholders, which TorchRec replaces.
                 checked = is_changed or not chosen.is_placed
-                rated = model.rated(plan) if checked else model.context.rated(plan, model.left)
+                rated = model.rated(plan) if checked else model.rater.rated(plan, model.room)
                 notes = [*chosen.notes]
                 if chosen.is_placed:
                     notes += noted("placement_rule", () if model.legal is None else model.legal.notes())
@@ -138,7 +138,7 @@ class PlanResult:
                     text = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
                     notes.append(Note("callbacks", text))
                 notes += exact_training_notes(model, plan) if chosen.excludes else ()
-                report = report_on(model.context, rated, notes, chosen.rivals, chosen.result)
+                report = report_on(model.rater, rated, notes, chosen.rivals, chosen.result)
             return cls(model, tuple(plan), report.noting(_model_notes(model, plan)))
         except PlannerError as error:
             whose = "callbacks changed the last plan to one whose" if is_changed else "the last plan's"
@@ -169,7 +169,7 @@ def _of_file(model: ModelProblem, plan: Sequence[ShardingOption], saved: SavedPl
     others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
     loaded = f"the plan was loaded from {saved.name}, where its cost is {then.chosen.total_ms:.3f} ms{others}"
     report = report_on(
-        model.context,
+        model.rater,
         rated,
         (Note("loaded", loaded), *noted("stale", [f"since the plan was made: {text}" for text in changed])),
     )
@@ -202,9 +202,9 @@ def assumptions(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
     memory; none if the plan cannot be rated."""
     try:
         return (
-            *noted("optimizer", [missing_optimizers(plan, model.context.reader)]),
+            *noted("optimizer", [missing_optimizers(plan, model.rater.reader)]),
             *_lookups(model, plan),
-            *_popularity(model.context, plan),
+            *_popularity(model.rater, plan),
             *_batches(model, plan),
             *_host_memory(model.ranks.topology, plan),
         )
@@ -214,8 +214,8 @@ def assumptions(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[No
 
 @torch.no_grad()
 def _lookups(model: ModelProblem, plan: Sequence[ShardingOption]) -> Iterator[Note]:
-    context, settings = model.context, model.settings
-    given = [(one, feature) for one in plan for feature in context.reader.declared(one).features]
+    rater, settings = model.rater, model.settings
+    given = [(one, feature) for one in plan for feature in rater.reader.declared(one).features]
     unknown = [(one, feature) for one, feature in given if not settings.tells_lookups(one.name, feature)]
     if not unknown:
         return
@@ -228,10 +228,10 @@ def _lookups(model: ModelProblem, plan: Sequence[ShardingOption]) -> Iterator[No
         "since neither statistics nor pooling_factors tell"
     )
     figures: dict[str, float] = {"features": len(shown), "of_features": len(every)}
-    if context.cost_source != "torchrec":  # its estimates stay those that the options came with
+    if rater.cost_source != "torchrec":  # its estimates stay those that the options came with
         many = dict.fromkeys((feature for _, feature in unknown), FeatureStatistics(MANY_LOOKUPS))
-        other = context.with_statistics(TableStatistics({**dict(settings.statistics or {}), **many}))
-        one_ms, ten_ms = (each.rated(plan).total_ms for each in (context, other))
+        other = rater.with_statistics(TableStatistics({**dict(settings.statistics or {}), **many}))
+        one_ms, ten_ms = (each.rated(plan).total_ms for each in (rater, other))
         # More lookups never take less. A network errs by more than a few lookups take in a nearly empty kernel.
         ten_ms = max(one_ms, ten_ms)
         figures |= {"one_ms": one_ms, "ten_ms": ten_ms}
@@ -241,10 +241,10 @@ def _lookups(model: ModelProblem, plan: Sequence[ShardingOption]) -> Iterator[No
     yield Note("assumption", text, figures)
 
 
-def _popularity(context: PlanRater, plan: Sequence[ShardingOption]) -> Iterator[Note]:
+def _popularity(rater: PlanRater, plan: Sequence[ShardingOption]) -> Iterator[Note]:
     """Yield a note on tables in host memory, whose popularity of rows decides the hits of caches."""
-    names = [fqn_of(option) for option in plan if context.reader.assumes_popularity(option)]
-    if names and context.cost_source != "torchrec":
+    names = [fqn_of(option) for option in plan if rater.reader.assumes_popularity(option)]
+    if names and rater.cost_source != "torchrec":
         text = (
             f"popularity of rows is assumed to fall as rank to the power {POPULARITY_EXPONENT} for {len(names)} "
             f"table(s) in host memory ({first_of(names, NAMED)}), and with it hits of caches, since no statistics tell "
@@ -261,7 +261,7 @@ def _batches(model: ModelProblem, plan: Sequence[ShardingOption]) -> Iterator[No
     known: dict[str, dict[str, FeatureStatistics]] = {}
     told: set[str] = set()
     for option in plan:
-        features, given = model.context.reader.declared(option).features, (settings.constraints or {}).get(option.name)
+        features, given = model.rater.reader.declared(option).features, (settings.constraints or {}).get(option.name)
         known.setdefault(option.path, {}).update((name, statistics[name]) for name in features if name in statistics)
         told.update(features if given is not None and given.batch_sizes else ())
     reused = (one.samples for of_module in known.values() for one in of_module.values() if one.reuse_histogram)
@@ -326,7 +326,7 @@ def missing_optimizers(plan: Sequence[ShardingOption], reader: OptionReader) -> 
 
 def lost_optimizers(model: ModelProblem, plan: Sequence[ShardingOption]) -> tuple[str, ...]:
     """Return a warning for each way in which the plan takes an in-backward optimizer away from tables."""
-    trained = [option for option in plan if model.context.reader.in_backward(option)]
+    trained = [option for option in plan if model.rater.reader.in_backward(option)]
     kept = (None, REPLICAS_OF_GROUPS.text)
     replicated = [
         fqn_of(option)
@@ -360,7 +360,7 @@ def exact_training_notes(model: ModelProblem, plan: Sequence[ShardingOption]) ->
         return []
     outside = {fqn_of(one) for one in plan if one.name in opened and kernel_of(one.compute_kernel).memory != "device"}
     may_fit = outside and model.ranks.topology.compute_device != "cpu"
-    compares = len(plan) * model.left.world_size <= MAX_SHARDS and model.settings.effort != "quick"
+    compares = len(plan) * model.room.world_size <= MAX_SHARDS and model.settings.effort != "quick"
     with single_thread():
         options: list[ShardingOption] = []
         if may_fit or compares:
@@ -386,14 +386,14 @@ def _widened(model: ModelProblem, **settings: Any) -> tuple[PlanRater, dict[str,
     """Return a rater under changed settings, and the sharding types that only these allow, by table name."""
     tables = shardable_tables(model.skeleton, model.sharders, model.settings.statistics)
     constraints = constraints_under(replace(model.settings, **settings), model.ranks, tables, model.legal)
-    known: Mapping[str, ParameterConstraints] = model.context.constraints
+    known: Mapping[str, ParameterConstraints] = model.rater.constraints
     exact = {name: set(constraint.sharding_types or ()) for name, constraint in known.items()}
     opened = {
         name: types
         for name, constraint in constraints.items()
         if (types := set(constraint.sharding_types or ()) - exact.get(name, set()))
     }
-    return replace(model.context, constraints=constraints), opened
+    return replace(model.rater, constraints=constraints), opened
 
 
 def _types(types: Iterable[str]) -> str:
@@ -410,7 +410,7 @@ def _forced_out(
     """
     offered = by_table(options)
     kept = [one for one in plan if not any(same_option(one, other) for other in offered.get(fqn_of(one), ()))]
-    read = wider.read([*options, *kept], model.left)
+    read = wider.read([*options, *kept], model.room)
     cost, start, searching = wider.cost(read), read.sharding(plan), model.settings.searching
     found = search(cost, [start], replace(searching, effort=FIGURE_EFFORT * searching.effort))
     exact_ms = cost.overall_ms(start)
@@ -437,7 +437,7 @@ def _against_torchrec(
     """Return text and figures that compare a plan with TorchRec's over some options."""
     if not any(map(wider.is_guess, plan)):
         options = wider.certain_options(options)
-    theirs = torchrec_plan([*filter(is_torchrecs, options)], model.left, model.settings.effort_factor)
+    theirs = torchrec_plan([*filter(is_torchrecs, options)], model.room, model.settings.effort_factor)
     exact_ms = wider.rated(plan).total_ms
     if theirs is None:
         return "not found", {"exact_ms": exact_ms}

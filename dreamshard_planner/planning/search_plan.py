@@ -48,7 +48,7 @@ SHARDS_OF_ONE = 2_000_000
 
 
 def place_proposal(
-    context: PlanRater,
+    rater: PlanRater,
     proposal: list[ShardingOption],
     topology: Topology,
     settings: SearchSettings,
@@ -59,7 +59,7 @@ def place_proposal(
     No rank is set on the options.
 
     Args:
-        context: reads and rates options.
+        rater: reads and rates options.
         proposal: one option for every table.
         topology: with the memory that the storage reservation left.
         settings: bounds and seed of the search.
@@ -69,13 +69,13 @@ def place_proposal(
         PlannerError: the tables do not fit; names table and missing bytes.
     """
     has_ranks = all(rank is not None for option in proposal for rank in ranks_of(option))
-    read = context.read(proposal, topology)
-    cost = context.cost(read)
+    read = rater.read(proposal, topology)
+    cost = rater.cost(read)
     if has_ranks and cost.problem.fits(given := read.sharding(proposal)):
         return RatedPlan(read, cost, given)
     laid = place_wide_units(cost, (0,) * cost.problem.num_tables)
     if laid is None:
-        raise infeasible(cost.problem, context.splitting_left_out)
+        raise infeasible(cost.problem, rater.splitting_left_out)
     chosen = cost.chosen(laid)
     plans: dict[str, Sharding | None] = {
         name: None if assignment_S is None else chosen.placed(assignment_S)
@@ -85,9 +85,9 @@ def place_proposal(
     if quickly:
         result = search(cost, starts, replace(settings, effort=QUICK, seconds=math.inf))
     else:
-        result = search(cost, starts, settings, _roll_outs(context))
+        result = search(cost, starts, settings, _roll_outs(rater))
     if result is None:
-        raise infeasible(chosen.cost.problem, context.splitting_left_out)
+        raise infeasible(chosen.cost.problem, rater.splitting_left_out)
     plans |= _cheapest_roll_out(result)
     return RatedPlan(read, cost, result.sharding, _rated(cost, plans), result)
 
@@ -190,34 +190,34 @@ class SearchedPlan:
 @collector_paused()
 @torch.no_grad()
 def search_plan(
-    context: PlanRater, search_space: Sequence[ShardingOption], topology: Topology, settings: SearchSettings
+    rater: PlanRater, search_space: Sequence[ShardingOption], topology: Topology, settings: SearchSettings
 ) -> SearchedPlan:
     """Search all options; those whose cost is a guess only if nothing fits otherwise.
 
     Args:
-        context: reads and rates options.
+        rater: reads and rates options.
         search_space: options of all tables, with storage. The chosen ones get ranks.
         topology: with the memory that the storage reservation left.
         settings: bounds and seed of the searches, all of which share the seconds.
     """
-    options, until = context.certain_options(search_space), time.monotonic() + settings.seconds
+    options, until = rater.certain_options(search_space), time.monotonic() + settings.seconds
     with single_thread():
-        found = _searched(context, options, topology, settings, until)
+        found = _searched(rater, options, topology, settings, until)
         if found.result is None and len(options) < len(search_space):
-            found = _searched(context, search_space, topology, settings, until)
+            found = _searched(rater, search_space, topology, settings, until)
     return found
 
 
 def _searched(
-    context: PlanRater, options: Sequence[ShardingOption], topology: Topology, settings: SearchSettings, until: float
+    rater: PlanRater, options: Sequence[ShardingOption], topology: Topology, settings: SearchSettings, until: float
 ) -> SearchedPlan:
     plans: dict[str, list[ShardingOption]] = {}
     rivals: tuple[ReportEntry, ...] = ()
     theirs: TorchRecPlan | None = None
-    sizes = _cache_sizes(context, options, topology)
-    fastest = _fastest_whole(context, options)
+    sizes = _cache_sizes(rater, options, topology)
+    fastest = _fastest_whole(rater, options)
     third = replace(settings, seconds=(until - time.monotonic()) / 3)
-    whole = _whole_tables(context, copy.deepcopy(fastest), topology, third)
+    whole = _whole_tables(rater, copy.deepcopy(fastest), topology, third)
     alone: SearchResult | None = None  # the search for whole tables, if these are all options
     if whole is not None:
         plans[WHOLE], rivals = whole.options, whole.rivals
@@ -229,12 +229,12 @@ def _searched(
         theirs = torchrec_plan(offered, topology, settings.effort)
         if theirs is not None:
             plans[BASELINE] = theirs.options
-        untold = context.without_lookups(offered)
+        untold = rater.without_lookups(offered)
         if untold and (default := torchrec_plan(untold, topology, settings.effort)) is not None:
             plans[TORCHREC_DEFAULT] = default.options
     options = [*options, *sizes]
-    read = context.read(options, topology)
-    cost = context.cost(read)
+    read = rater.read(options, topology)
+    cost = rater.cost(read)
     starts = {name: read.sharding(plan) for name, plan in plans.items()}
     # TorchRec's plan may break placement rules.
     fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
@@ -244,18 +244,18 @@ def _searched(
         result = replace(alone, sharding=fitting[WHOLE])
     else:
         rest = replace(settings, seconds=until - time.monotonic())
-        result = search(cost, fitting.values(), rest, _roll_outs(context))
+        result = search(cost, fitting.values(), rest, _roll_outs(rater))
         drafts = _cheapest_roll_out(result)
         # A roll-out over all options takes the place of the one over whole tables.
         rivals = (*(one for one in rivals if one.name not in drafts), *_rated(cost, drafts))
     baseline = plans[BASELINE] if BASELINE in fitting else None
     if result is None:
         return SearchedPlan(_smallest(read), rivals, None, theirs, baseline)
-    proposal = all_sized(read.assign(result.sharding), context.reader.load_factor)
+    proposal = all_sized(read.assign(result.sharding), rater.reader.load_factor)
     return SearchedPlan(proposal, rivals, result, theirs, baseline)
 
 
-def _cache_sizes(context: PlanRater, options: Sequence[ShardingOption], topology: Topology) -> Sequence[ShardingOption]:
+def _cache_sizes(rater: PlanRater, options: Sequence[ShardingOption], topology: Topology) -> Sequence[ShardingOption]:
     """Return options with caches of other sizes than TorchRec's, if the devices cannot hold all tables."""
     room = sum(max(0, device.storage.hbm) for device in topology.devices)
     need = 0.0
@@ -264,25 +264,25 @@ def _cache_sizes(context: PlanRater, options: Sequence[ShardingOption], topology
         need += min((option.total_storage.hbm for option in on_device), default=float("inf"))
     if need <= room:
         return ()
-    sizes = other_sizes(options, context.reader.load_factor)
-    context.estimate_missing(sizes)
+    sizes = other_sizes(options, rater.reader.load_factor)
+    rater.estimate_missing(sizes)
     return sizes
 
 
-def _fastest_whole(context: PlanRater, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+def _fastest_whole(rater: PlanRater, options: Sequence[ShardingOption]) -> list[ShardingOption]:
     """Return the fastest whole option of each table, or its fastest option if it may not be whole."""
     tables = [[one for one in choices if one.sharding_type == TW] or choices for choices in by_table(options).values()]
-    alone_ms = iter(context.alone_ms([*chain.from_iterable(tables)]))
+    alone_ms = iter(rater.alone_ms([*chain.from_iterable(tables)]))
     each_ms = [[next(alone_ms) for _ in choices] for choices in tables]
     return [choices[each.index(min(each))] for choices, each in zip(tables, each_ms, strict=True)]
 
 
 def _whole_tables(
-    context: PlanRater, whole: list[ShardingOption], topology: Topology, settings: SearchSettings
+    rater: PlanRater, whole: list[ShardingOption], topology: Topology, settings: SearchSettings
 ) -> RatedPlan | None:
     """Return our plan of whole tables, which get ranks; None if they do not fit, since other options may."""
     try:
-        placed = place_proposal(context, whole, topology, settings)
+        placed = place_proposal(rater, whole, topology, settings)
     except PlannerError:
         return None
     placed.read.assign(placed.sharding)
@@ -298,9 +298,9 @@ def _rated(cost: Cost, plans: Mapping[str, Sharding | None]) -> tuple[ReportEntr
     return tuple(ReportEntry.of(name, None if plan is None else cost.rate(plan)) for name, plan in plans.items())
 
 
-def _roll_outs(context: PlanRater) -> Further:
+def _roll_outs(rater: PlanRater) -> Further:
     """Return a maker of starts by the policy, the cheapest first."""
-    return lambda cost, asked, seconds: policy_starts(cost, context.ranks.checkpoint.policy, asked, seconds)
+    return lambda cost, asked, seconds: policy_starts(cost, rater.ranks.checkpoint.policy, asked, seconds)
 
 
 def _cheapest_roll_out(result: SearchResult | None) -> dict[str, Sharding]:

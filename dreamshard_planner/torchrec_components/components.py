@@ -84,8 +84,8 @@ class DreamShardEstimator(ShardEstimator):
     Usable alone: ``EmbeddingEnumerator(topology, estimator=DreamShardEstimator(rater(topology)))``.
     """
 
-    def __init__(self, context: PlanRater) -> None:
-        self._context = context
+    def __init__(self, rater: PlanRater) -> None:
+        self._rater = rater
 
     @neutral()
     def estimate(
@@ -96,7 +96,7 @@ class DreamShardEstimator(ShardEstimator):
     ) -> None:
         """Set the perf of every shard, except of unknown kernels, which keep their price; PlannerError if an option
         cannot be rated."""
-        for option, perf in zip(sharding_options, self._context.alone(sharding_options), strict=True):
+        for option, perf in zip(sharding_options, self._rater.alone(sharding_options), strict=True):
             set_perf(option, perf)
 
 
@@ -106,8 +106,8 @@ class DreamShardPerfModel(PerfModel):
     Usable alone: ``EmbeddingShardingPlanner(performance_model=DreamShardPerfModel(rater(topology)))``.
     """
 
-    def __init__(self, context: PlanRater) -> None:
-        self._context = context
+    def __init__(self, rater: PlanRater) -> None:
+        self._rater = rater
 
     @neutral()
     @torch.no_grad()
@@ -115,7 +115,7 @@ class DreamShardPerfModel(PerfModel):
         """Return the overall cost in milliseconds, plus :data:`TIE_WEIGHT` of the compute of all ranks; PlannerError
         for an unpriced kernel, tables that depend on others, or impossible ranks."""
         with single_thread():
-            costs = self._context.rated(plan).costs
+            costs = self._rater.rated(plan).costs
         return float(costs.overall_ms_B[0] + TIE_WEIGHT * costs.device_ms_BD.sum())
 
 
@@ -146,18 +146,18 @@ class DreamShardPartitioner(Partitioner):
     Usable alone: ``EmbeddingShardingPlanner(partitioner=DreamShardPartitioner())``.
 
     Args:
-        context: reads and rates options; :func:`rater` of the topology of each call by default.
+        rater: reads and rates options; :func:`rater` of the topology of each call by default.
         settings: bounds and seed of the search for each proposal.
         quickly: whether a short search is enough, to compare many proposals.
     """
 
     def __init__(
         self,
-        context: PlanRater | None = None,
+        rater: PlanRater | None = None,
         settings: SearchSettings = DEFAULT_SETTINGS,
         quickly: bool = False,
     ) -> None:
-        self._context, self._settings, self._quickly = context, settings, quickly
+        self._rater, self._settings, self._quickly = rater, settings, quickly
 
     @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
@@ -166,9 +166,9 @@ class DreamShardPartitioner(Partitioner):
         Raises:
             PlannerError: the tables do not fit; names table and missing bytes.
         """
-        context = self._context or rater(storage_constraint)
+        used = self._rater or rater(storage_constraint)
         with single_thread():
-            placed = place_proposal(context, proposal, storage_constraint, self._settings, quickly=self._quickly)
+            placed = place_proposal(used, proposal, storage_constraint, self._settings, quickly=self._quickly)
         placed.read.assign(placed.sharding)
         return proposal
 
@@ -209,7 +209,7 @@ def kept_observed(
         options = list(model.matched(fastest).values())
     except PlannerError:  # memory, constraints or rules have changed
         return None
-    earlier, searched = (model.context.rated(one, model.left) for one in (options, plan))
+    earlier, searched = (model.rater.rated(one, model.room) for one in (options, plan))
     least, gain = least_gain(model.ranks.checkpoint), 1 - searched.total_ms / max(earlier.total_ms, 1e-9)
     if slow_ms is not None:
         text = (
@@ -239,12 +239,12 @@ def kept_baseline(
     guessed = settings.cost_source != "torchrec" and not any(
         settings.tells_lookups(option.name, feature)
         for option in plan
-        for feature in model.context.reader.declared(option).features
+        for feature in model.rater.reader.declared(option).features
     )
     least = (LEAST_GAIN if guessed else 0.0) if settings.least_gain is None else settings.least_gain
     if theirs is None or not settings.falls_back or least == 0.0 or signatures(theirs) == signatures(plan):
         return None
-    baseline, searched = (model.context.rated(one, model.left) for one in (theirs, plan))
+    baseline, searched = (model.rater.rated(one, model.room) for one in (theirs, plan))
     gain = 1 - searched.total_ms / max(baseline.total_ms, 1e-9)
     if gain >= least:
         return None
@@ -326,35 +326,30 @@ class GivenComponents:
     perf_model: PerfModel | None = None
 
 
-class SearchLoop:
+class LoopComponents:
     """Components of one run of TorchRec's loop (``proposers``, ``partitioner``, ``perf_model``), and the plan that
     is made of the loop's. Given components replace ours; a plan loader of ours is bound to this problem."""
 
-    def __init__(
-        self,
-        model: ModelProblem,
-        given: GivenComponents,
-        plan_loader: PlanLoader | None,
-    ) -> None:
-        context, settings = model.context, model.settings
+    def __init__(self, model: ModelProblem, given: GivenComponents, plan_loader: PlanLoader | None) -> None:
+        rater, settings = model.rater, model.settings
         self.model, self._given = model, given
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
             self._loader.bind(model.matched)
-        self.perf_model = given.perf_model or DreamShardPerfModel(context)
+        self.perf_model = given.perf_model or DreamShardPerfModel(rater)
         own: list[Proposer] = [SearchProposer(self._proposal)]
         if given.perf_model is not None:  # it may like a plan of TorchRec's better than ours
             own += [UniformProposer(), *(GreedyProposer(depth, PATIENCE) for depth in (True, False))]
         self.proposers = given.proposers or own
         many = given.proposers is not None or given.perf_model is not None
-        ours = DreamShardPartitioner(context, settings.searching, quickly=many)
+        ours = DreamShardPartitioner(rater, settings.searching, quickly=many)
         self.partitioner = given.partitioner or ours
 
     @cached_property
     def found(self) -> SearchedPlan:
         """Outcome of the search over all options; raises PlannerError if constraints leave a table no option."""
         options = copy.deepcopy(self.model.searched)
-        return search_plan(self.model.context, options, self.model.left, self.model.settings.searching)
+        return search_plan(self.model.rater, options, self.model.room, self.model.settings.searching)
 
     def _proposal(self) -> list[ShardingOption]:  # a lambda would not pickle
         return self.found.proposal
@@ -415,10 +410,10 @@ class SearchLoop:
 
     def _estimate(self, plan: list[ShardingOption]) -> None:
         """Set memory and our costs, which TorchRec's statistics and callbacks read; a given enumerator's stay."""
-        self.model.context.estimate_missing(plan)
+        self.model.rater.estimate_missing(plan)
         stay = self._given.enumerator is not None
         bare = [option for option in plan if not stay or None in perf_of(option)]
-        DreamShardEstimator(self.model.context).estimate(bare)
+        DreamShardEstimator(self.model.rater).estimate(bare)
 
     def _searched_again(self, plan: list[ShardingOption]) -> tuple[list[ShardingOption], RatedPlan | None]:
         """Search ranks in full for the best of many quickly placed proposals. Return the plan with these ranks, or
@@ -429,7 +424,7 @@ class SearchLoop:
             set_ranks(option, None)
         try:
             with single_thread():
-                placed = place_proposal(self.model.context, again, self.model.left, self.model.settings.searching)
+                placed = place_proposal(self.model.rater, again, self.model.room, self.model.settings.searching)
         except PlannerError:
             return plan, None
         placed.read.assign(placed.sharding)

@@ -200,10 +200,10 @@ def _read(
     model, sharders = nn.Module(), get_default_sharders()
     model.sparse = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     reader = OptionReader(statistics=TableStatistics(statistics), sharders=sharders)
-    context = PlanRater(PlannedRanks.of(topology, checkpoint), reader, sharders=sharders)
-    options = context.enumerator(batch_size).enumerate(model, sharders)
-    read = context.read(context.usable_options(options))
-    return read, context.cost(read)
+    rater = PlanRater(PlannedRanks.of(topology, checkpoint), reader, sharders=sharders)
+    options = rater.enumerator(batch_size).enumerate(model, sharders)
+    read = rater.read(rater.usable_options(options))
+    return read, rater.cost(read)
 
 
 def _short_of_memory(cost: Cost, fill: float, device: str) -> Cost:

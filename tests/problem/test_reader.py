@@ -34,8 +34,8 @@ def read(model, sharder, statistics=None, device="cpu", **constraint) -> tuple[l
     constraints = {"t": ParameterConstraints(**constraint)}
     options = EmbeddingEnumerator(topology, SAMPLES, constraints).enumerate(model, [sharder])
     reader = OptionReader(constraints, statistics, [sharder])
-    context = PlanRater(PlannedRanks.of(topology), reader, "roofline")
-    return reader.workloads(options, topology), context.read(options)
+    rater = PlanRater(PlannedRanks.of(topology), reader, "roofline")
+    return reader.workloads(options, topology), rater.read(options)
 
 
 def sequence_model() -> nn.Module:

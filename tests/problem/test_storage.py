@@ -50,8 +50,8 @@ def options(given: ParameterConstraints, data_type: DataType = DataType.FP32, **
     given.pooling_factors = [0.0]
     constraints = PlanningConstraints({"t": given})
     reader = OptionReader(constraints, sharders=sharders)
-    context = PlanRater(PlannedRanks.of(GPUS), reader, "torchrec", constraints, sharders)
-    return context.enumerator(64).enumerate(model, sharders)
+    rater = PlanRater(PlannedRanks.of(GPUS), reader, "torchrec", constraints, sharders)
+    return rater.enumerator(64).enumerate(model, sharders)
 
 
 def module_bytes(kernel: str, size: list[int], data_type: DataType, share: float, **params: Any) -> tuple[int, int]:

@@ -100,8 +100,8 @@ def test_options_become_workloads() -> None:
 def workloads_and_problem(model: nn.Module, sharders, constraints=None):
     expanded = planning_constraints(shardable_tables(model, sharders), constraints, WHOLE_ALONE)
     options = EmbeddingEnumerator(topology(), batch_size=64, constraints=expanded).enumerate(model, sharders)
-    context = PlanRater(PlannedRanks.of(topology()), OptionReader(expanded, None, sharders))
-    return context.reader.workloads(options, topology()), context.read(options).problem
+    rater = PlanRater(PlannedRanks.of(topology()), OptionReader(expanded, None, sharders))
+    return rater.reader.workloads(options, topology()), rater.read(options).problem
 
 
 def test_feature_processors_make_lookups_weighted() -> None:

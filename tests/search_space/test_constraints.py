@@ -201,7 +201,7 @@ def test_embedding_towers_are_refused_and_planned_without_their_sharders() -> No
     assert {option.path for option in made.options} == {"tower.embedding"}
     theirs = EmbeddingEnumerator(Topology(4, "cuda"), 64).enumerate(model, [EmbeddingTowerSharder()])
     with pytest.raises(PlannerError, match=fix):
-        made._loop.model.context.read(theirs)
+        made._loop.model.rater.read(theirs)
 
 
 def test_the_qualified_name_beats_the_own_name_and_that_beats_the_default() -> None:

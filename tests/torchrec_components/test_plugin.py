@@ -34,11 +34,11 @@ from dreamshard_planner.torchrec_components.provider import DreamShardProvider
 def test_each_component_works_alone(seam: str) -> None:
     two = topology()
     constraints = {f"t{i}": ParameterConstraints(**TABLE_WISE) for i in range(6)}
-    context = components.rater(two, constraints)
-    estimators = [components.DreamShardEstimator(context), EmbeddingStorageEstimator(two)]
+    rater = components.rater(two, constraints)
+    estimators = [components.DreamShardEstimator(rater), EmbeddingStorageEstimator(two)]
     arguments = {
         "partitioner": {"partitioner": components.DreamShardPartitioner()},
-        "perf_model": {"performance_model": components.DreamShardPerfModel(context)},
+        "perf_model": {"performance_model": components.DreamShardPerfModel(rater)},
         "estimator": {"enumerator": EmbeddingEnumerator(two, 64, constraints, estimator=estimators)},
     }[seam]
     theirs = EmbeddingShardingPlanner(
