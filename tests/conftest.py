@@ -28,16 +28,15 @@ multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 LONG = (
     "test_ambient.py",
+    "test_benchmarks.py",
     "test_cli.py",
     "test_docs.py",
     "test_examples.py",
     "test_fuzz.py",
     "test_mixed_models.py",
     "test_moved_training.py",
-    "test_placers.py",
     "test_replicas.py",
     "test_sharding_types.py",
-    "test_steps.py",
     "test_training.py",
 )
 """Files with tests of ten seconds and more."""

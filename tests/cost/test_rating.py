@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from placement_tasks import ROOFLINE, make_cost
-from sharding_tasks import RANKS, sharding_cost
+from small_problems import RANKS, ROOFLINE, make_cost, sharding_cost
 from torch import Tensor
 
 import gpu_prior
