@@ -1,26 +1,33 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Tables of several output types, and single ``nn.EmbeddingBag`` modules: refused if TorchRec cannot run them."""
+"""Tables of several output types, and single ``nn.EmbeddingBag`` modules: refused if TorchRec cannot run them. Dense
+kernels drop in-backward optimizers, and training does not depend on the memory of a kernel."""
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from ranks import Rank, run_on_ranks
+from ranks import Rank, gpu_ranks, run_on_ranks
 from small_models import collection, planned, planner, table, topology
+from tiny import LOCAL_BATCH, SHAPES, shard, train
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 from torch.nn.functional import embedding_bag
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import DistributedModelParallel as TorchRecsDistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Topology
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner import DreamShardPlanner, PlacementRules
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, PlacementRules
 from dreamshard_planner.search_space.constraints import UNEVEN_OUTPUTS
 from dreamshard_planner.search_space.sharding_types import BAGS_OF_MEANS, CW, DP, SLICES_OF_BAGS, TW, WHOLE_BAGS
 
@@ -62,7 +69,7 @@ def _run(rank: Rank, halves: tuple[bool, ...], ranks: tuple[int, ...], quantized
     )
     given = sharders(quantized)
     plan = made.collective_plan(model(halves), given, dist.group.WORLD)
-    sharded = DistributedModelParallel(model(halves), device=rank.device, sharders=given, plan=plan)
+    sharded = TorchRecsDistributedModelParallel(model(halves), device=rank.device, sharders=given, plan=plan)
     names = [f"t{i}_f0" for i in range(len(halves))]
     lengths = torch.ones(4 * len(names), dtype=torch.int64)
     values = sharded(KeyedJaggedTensor(names, torch.arange(len(lengths)), lengths=lengths)).values()
@@ -112,9 +119,9 @@ LARGE = table("t0", 1_000_000, 8)
 """Cheapest whole, on one rank; the other one would send float32."""
 
 
-def _trained(rank: Rank) -> bool:
+def _trained_half(rank: Rank) -> bool:
     plan = planner(topology=topology(2), exact_training=False).collective_plan(collection(LARGE), HALVES)
-    sharded = DistributedModelParallel(collection(LARGE), device=rank.device, sharders=HALVES, plan=plan)
+    sharded = TorchRecsDistributedModelParallel(collection(LARGE), device=rank.device, sharders=HALVES, plan=plan)
     values = sharded(KeyedJaggedTensor(["t0_f0"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))).values()
     values.sum().backward()
     return bool(values.isfinite().all())
@@ -171,9 +178,10 @@ def bag_planner(kind: type[EmbeddingShardingPlanner], given: ParameterConstraint
 def _run_bag(rank: Rank, kind: type[EmbeddingShardingPlanner], mode: str, given: ParameterConstraints | None) -> str:
     """Return the bag's sharding if its outputs are right, else the error."""
     torch.manual_seed(0)
-    plan = bag_planner(kind, given).collective_plan(Bag(mode), [EmbeddingBagSharder()], dist.group.WORLD)
+    single = [EmbeddingBagSharder()]
+    plan = bag_planner(kind, given).collective_plan(Bag(mode), single, dist.group.WORLD)
     try:
-        model = DistributedModelParallel(Bag(mode), device=rank.device, sharders=[EmbeddingBagSharder()], plan=plan)
+        model = TorchRecsDistributedModelParallel(Bag(mode), device=rank.device, sharders=single, plan=plan)
         weights = torch.rand(ROWS, DIM, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             if rank.rank in plan.plan["bag"]["weight"].ranks:  # the other one has no such name
@@ -193,7 +201,7 @@ def _all(rank: Rank) -> dict[str, Any]:
     bags = {name: _run_bag(rank, EmbeddingShardingPlanner, mode, given) for name, (mode, given, _) in CASES.items()}
     outputs = {name: _run(rank, halves, ranks) for name, (halves, ranks, _) in RUNS.items()}
     ours = _run_bag(rank, DreamShardPlanner, "sum", None)
-    return bags | outputs | {"ours": ours, "quantized": _run(rank, *EACH, True), "finite": _trained(rank)}
+    return bags | outputs | {"ours": ours, "quantized": _run(rank, *EACH, True), "finite": _trained_half(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -218,3 +226,80 @@ def test_one_slice_is_the_whole_bag(told: list[dict[str, Any]]) -> None:
     wide = nn.Sequential(nn.EmbeddingBag(10_000, 64, mode="sum"), nn.Linear(64, 1))
     assert made.plan(wide, [EmbeddingBagSharder()]).plan["0"]["weight"].ranks in ([0], [1])
     assert all(entry.split is None for entry in made.explain().tables)
+
+
+def _told(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in caught if "dense kernels" in str(one.message)]
+
+
+def _trained(rank: Rank, how: str) -> tuple[list[str], list[str], list[bool]]:
+    """Return warnings for a plan by hand, predicted and sharded, and True if a step changes the weights here."""
+    ebc = collection(table("t", 20, 8), device="cpu")
+    model, fused = nn.Sequential(ebc), {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused if how == "fused_params" else None)
+    if how == "first":
+        apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 1.0})
+    by_hand = construct_module_sharding_plan(
+        ebc, {"t": table_wise(rank=0)}, sharder, local_size=2, world_size=rank.world_size, device_type="cpu"
+    )
+    if how == "late":
+        apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 1.0})
+    plan = ShardingPlan({"0": by_hand})
+    planner = DreamShardPlanner()
+    planner.read(model, [sharder])
+    with warnings.catch_warnings(record=True) as predicted:
+        warnings.simplefilter("always")
+        planner.predict(plan)
+    with warnings.catch_warnings(record=True) as sharded:
+        warnings.simplefilter("always")
+        parallel = DistributedModelParallel(model, device=rank.device, plan=plan, sharders=[sharder])
+    before = _weights(parallel)
+    lookups = KeyedJaggedTensor.from_lengths_sync(["t_f0"], torch.tensor([1, 2]), torch.tensor([1, 1]))
+    parallel(lookups).wait().values().sum().backward()
+    changed = [not torch.equal(one, other) for one, other in zip(before, _weights(parallel), strict=True)]
+    return _told(predicted), _told(sharded), changed
+
+
+def _weights(parallel: nn.Module) -> list[torch.Tensor]:
+    values = parallel.state_dict().values()
+    return [shard.tensor.clone() for value in values for shard in value.local_shards()]
+
+
+def _each(rank: Rank) -> dict[str, tuple[list[str], list[str], list[bool]]]:
+    return {how: _trained(rank, how) for how in ("late", "fused_params", "first")}
+
+
+def test_tables_that_a_plan_by_hand_does_not_train_are_named(launch: Callable[..., list[Any]]) -> None:
+    first, second = launch(_each, world_size=2)
+    for how, (predicted, sharded, changed) in first.items():
+        assert predicted == second[how][0]  # every rank predicts
+        if how == "first":  # the optimizer is there before the plan, so its kernel is fused
+            assert (predicted, sharded, changed) == ([], [], [True])
+        else:
+            assert changed == [False] and "0.t" in predicted[0] and "0.t" in sharded[0]
+            assert "apply_optimizer_in_backward before construct_module_sharding_plan" in sharded[0]
+
+
+STEPS = 20
+
+
+def _train_from(rank: Rank, kernel: str) -> tuple[set[str], list[float]]:
+    constraints = {
+        f"t{index}": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=[kernel])
+        for index in range(len(SHAPES))
+    }
+    topology = Topology(rank.world_size, "cuda", hbm_cap=8 << 30, ddr_cap=8 << 30)
+    planner = DreamShardPlanner(topology=topology, batch_size=LOCAL_BATCH, constraints=constraints, stats=[])
+    model = shard(planner, rank)
+    (plan,) = model.plan.plan.values()
+    return {of.compute_kernel for of in plan.values()}, train(model, rank, STEPS, LOCAL_BATCH * rank.world_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+def test_losses_do_not_depend_on_where_weights_lie(kernel: str) -> None:
+    runs = {each: run_on_ranks(_train_from, each, world_size=gpu_ranks(), backend="nccl") for each in ("fused", kernel)}
+    for each, of_ranks in runs.items():
+        assert all(kernels == {each} for kernels, _ in of_ranks)
+    for (_, on_device), (_, elsewhere) in zip(*runs.values(), strict=True):
+        assert elsewhere == pytest.approx(on_device, rel=1e-5)
