@@ -11,16 +11,11 @@ import pytest
 import torch
 from small_models import SHARDERS, collection, managed, planned, planner, ranks_of, small_model, table, topology
 from torch import nn
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import GridSearchProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    PlannerError,
-    PlannerErrorType,
-    StorageReservation,
-    Topology,
-)
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, StorageReservation
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams
 
@@ -71,12 +66,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
     ),
     *(
-        (on(pooling_factors=[value]), f"table 't0': pooling_factors must be numbers from 0 .*got {value!r}")
-        for value in (math.inf, -1.0, "many", None)
-    ),
-    *(
-        (on(batch_sizes=[size]), f"table 't0': batch_sizes must be whole numbers from 1, .*got {size}")
-        for size in (0, 64.5)
+        (on(**{name: [value]}), f"table 't0': {name} must be {numbers}.*got {value!r}")
+        for name, numbers, values in (
+            ("pooling_factors", "numbers from 0 ", (math.inf, -1.0, "many", None)),
+            ("batch_sizes", "whole numbers from 1, ", (0, 64.5)),
+        )
+        for value in values
     ),
     (on(pooling_factors=[math.nan], device_group="cuda"), "table 't0': pooling_factors must be .*nan"),  # left out here
     ({**ENDLESS, **read(float(MAX_PER_SAMPLE))}, "Tables do not fit: table 'sparse.t0' needs .*"),
@@ -125,9 +120,8 @@ def test_memory_without_end_is_planned(device: str) -> None:
 def test_no_room_names_table_and_missing_bytes_before_torchrecs_advice(device: str) -> None:
     model = nn.ModuleDict({"sparse": collection(table("small"), table("huge", 10_000_000, 128))})
     missing = r"'sparse.huge' needs [\d,.]+ GiB of (HBM|DDR).*[\d,.]+ GiB are missing.*would help"
-    with pytest.raises(
-        PlannerError, match=f"(?s)^Tables do not fit: .*{missing}.*\nTorchRec: Unable to find"
-    ) as caught:
+    told = f"(?s)^Tables do not fit: .*{missing}.*\nTorchRec: Unable to find"
+    with pytest.raises(PlannerError, match=told) as caught:
         planner(topology=topology(memory=2**28, device=device)).plan(model, SHARDERS)
     assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
 
@@ -198,9 +192,8 @@ def test_numbers_of_numpy_and_torch_count_as_pythons() -> None:
     whole = {"sharding_types": ["table_wise"]}
     plain = planned(small_model(), **whole, **on("t1", pooling_factors=[3.0, 2.0], min_partition=8))
     for numbers in (np.array, torch.tensor):
-        given = planned(
-            small_model(), **whole, **on("t1", pooling_factors=numbers([3.0, 2.0]), min_partition=numbers(8))
-        )
+        constraint = on("t1", pooling_factors=numbers([3.0, 2.0]), min_partition=numbers(8))
+        given = planned(small_model(), **whole, **constraint)
         assert given.hash_planner_context_inputs_str() == plain.hash_planner_context_inputs_str()
 
 

@@ -42,9 +42,8 @@ def model(
 
 def statistics(order: str = "abcdefgh") -> TableStatistics:
     """The first table is read most."""
-    return TableStatistics(
-        {f"{name}_f0": FeatureStatistics(factor) for name, factor in zip(order, POOLING, strict=False)}
-    )
+    read = zip(order, POOLING, strict=False)
+    return TableStatistics({f"{name}_f0": FeatureStatistics(factor) for name, factor in read})
 
 
 def planned(order: str = "abcdefgh", module: nn.Module | None = None, **arguments):
@@ -54,16 +53,8 @@ def planned(order: str = "abcdefgh", module: nn.Module | None = None, **argument
     return made
 
 
-@cache
-def then() -> DreamShardPlanner:
-    """With the plan that runs; several tests ask it, and none changes it."""
-    return planned()
-
-
-@cache
-def today() -> DreamShardPlanner:
-    """Plan the same tables with other lookups."""
-    return planned("hgfedcba")
+kept = cache(planned)
+"""Of which several tests ask, and none changes them."""
 
 
 @cache
@@ -95,7 +86,7 @@ def check(found, current: SavedPlan) -> None:
 
 
 def test_a_plan_of_the_same_data_stays() -> None:
-    made = then()
+    made = kept()
     found = made.replan(made.saved_plan(), steps=10**9, statistics=statistics())
     assert found.stays and found.chosen == found.now and found.chosen.bytes_moved == found.chosen.moving_seconds == 0
     assert found.plan.sharding == made.saved_plan().sharding
@@ -128,23 +119,17 @@ def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
         made.replan(plan, steps=1)
 
 
-def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -> None:
-    saved, after = then().saved_plan(), today()
+def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes_and_no_more_moves_than_may() -> None:
+    saved, after = kept().saved_plan(), kept("hgfedcba")
     long, slow = (after.replan(saved, steps=steps, bytes_per_s=rate) for steps, rate in ((10**9, 1e12), (10**6, 1.0)))
     short = long.over(10)
     assert not long.stays and short.stays and slow.stays
-    assert long.chosen.seconds(10**9) == pytest.approx(
-        60 + long.chosen.bytes_to_one_rank / 1e12 + 1e6 * long.chosen.step_ms
-    )
+    moving_seconds = long.chosen.bytes_to_one_rank / 1e12
+    assert long.chosen.seconds(10**9) == pytest.approx(60 + moving_seconds + 1e6 * long.chosen.step_ms)
     assert after.replan(saved, steps=1, restart_seconds=0.0, bytes_per_s=1e15).saved_seconds > 0
-
-
-def test_no_more_bytes_move_than_may() -> None:
-    saved, after = then().saved_plan(), today()
-    whole = after.replan(saved, steps=10**9)
-    most = whole.chosen.bytes_moved
+    most = long.chosen.bytes_moved
     some = after.replan(saved, steps=10**9, max_bytes_moved=most // 2)
-    for found, limit in ((whole.over(10**9, 0), 0), (some, most // 2), (some.over(10**9, most), most)):
+    for found, limit in ((long.over(10**9, 0), 0), (some, most // 2), (some.over(10**9, most), most)):
         check(found, saved)
         assert found.chosen.bytes_moved <= limit
     assert found.chosen.bytes_moved > 0
@@ -163,9 +148,8 @@ def test_few_moves_find_what_trying_all_finds() -> None:
             name: replace(tables[name], shards=(replace(tables[name].shards[0], rank=rank),))
             for name, rank in zip(names, ranks, strict=True)
         }
-        moved = sum(
-            sharding.shards[0].size[0] * (256 + 4) for name, sharding in plan.items() if sharding != tables[name]
-        )
+        rows = sum(sharding.shards[0].size[0] for name, sharding in plan.items() if sharding != tables[name])
+        moved = rows * (256 + 4)
         cost = after.predict(replace(saved, sharding={"sparse": plan})).total_ms
         least[moved] = min(cost, least.get(moved, cost))
     assert found.curve[-1].step_ms == pytest.approx(min(least.values()), rel=1e-6)
@@ -180,10 +164,8 @@ def test_rules_and_memory_are_kept() -> None:
     current, after = planned(**arguments).saved_plan(), planned("hgfedcba", **arguments)
     found = after.replan(current, steps=10**9)
     check(found, current)
-    ranks = {
-        name.removeprefix("sparse."): {shard.rank for shard in sharding.shards}
-        for name, sharding in found.plan.tables()
-    }
+    tables = found.plan.sharding["sparse"]
+    ranks = {name: {shard.rank for shard in sharding.shards} for name, sharding in tables.items()}
     assert ranks["a"] == ranks["b"] and not ranks["c"] & ranks["d"] and ranks["e"] == {1}
     for entry in found.plan.predicted.memory:
         assert all(used <= limit for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True))
@@ -226,16 +208,13 @@ def test_what_stays_of_a_plan_for_something_else_is_the_sharding_and_the_plan_fo
     arguments = {"order": "abc", "module": model("abc"), "sharding_types": ["table_wise"], **change}
     found = planned(**arguments).replan(tmp_path / "plan.json", steps=0)
     check(found, current)
-    kept = found.plan.sharding["sparse"]
-    assert kept == {name: current.sharding["sparse"][name] for name in kept}
-    assert found.stays and not found.forced and found.stale[0].startswith(told)
-    assert found.sentence.startswith("Keep the sharding of plan.json, but save and load this plan") and told in str(
-        found
-    )
+    stays = found.plan.sharding["sparse"]
+    assert stays == {name: current.sharding["sparse"][name] for name in stays}
+    assert found.stays and not found.forced and found.stale[0].startswith(told) and told in str(found)
+    assert found.sentence.startswith("Keep the sharding of plan.json, but save and load this plan")
     found.plan.save(tmp_path / "new.json")
-    assert (
-        planned(plan_loader=JsonPlanLoader(tmp_path / "new.json"), **arguments).saved_plan().sharding["sparse"] == kept
-    )
+    loaded = planned(plan_loader=JsonPlanLoader(tmp_path / "new.json"), **arguments)
+    assert loaded.saved_plan().sharding["sparse"] == stays
     with pytest.raises(PlannerError, match=r"plan\.json was made for something else.*Load the plan that replan"):
         planned(plan_loader=JsonPlanLoader(tmp_path / "plan.json"), **arguments)
 
@@ -303,7 +282,7 @@ def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_byt
 
 
 def test_bad_input_names_itself() -> None:
-    made, running = then(), planner(**ROOMY, statistics=statistics()).plan(model(), SHARDERS)
+    made, running = kept(), planner(**ROOMY, statistics=statistics()).plan(model(), SHARDERS)
     saved = made.saved_plan()
     for arguments, words in (
         ({"steps": -1}, "steps must be a whole number from 0, got -1"),
@@ -324,7 +303,7 @@ def test_bad_input_names_itself() -> None:
 
 def test_the_command_writes_the_plan_and_the_page_and_says_what_to_do(tmp_path: Path) -> None:
     files = {name: str(tmp_path / name) for name in ("plan.json", "today.json", "new.json", "page.html")}
-    made = then()
+    made = kept()
     made.save_plan(files["plan.json"])
     statistics("hgfedcba").to_json(files["today.json"])
 
@@ -333,7 +312,7 @@ def test_the_command_writes_the_plan_and_the_page_and_says_what_to_do(tmp_path: 
     document = run_json(*replan, "1e9", *given, "--restart-seconds", "5", status=3)
     new = SavedPlan.load(files["new.json"])
     assert document["chosen"]["step_ms"] == pytest.approx(new.predicted.chosen.total_ms, rel=1e-5)
-    assert new.sharding == today().replan(files["plan.json"], steps=10**9).plan.sharding
+    assert new.sharding == kept("hgfedcba").replan(files["plan.json"], steps=10**9).plan.sharding
     page = Path(files["page.html"]).read_text()
     assert "Cost against bytes moved" in page and document["sentence"].partition(":")[0] in page
     assert "Stay with plan.json" in run(*replan, "1e9").stdout

@@ -201,7 +201,7 @@ def planner(hot: float = 5.0, **changes) -> DreamShardPlanner:
 
 def eight_tables(dim: int = 32) -> nn.Module:
     """Of which the third may be hot, and of another width."""
-    return model(*((5000 + i, dim if i == 2 else 32) for i in range(8)))
+    return collection(*(table(f"t{i}", 5000 + i, dim if i == 2 else 32) for i in range(8)))
 
 
 def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:

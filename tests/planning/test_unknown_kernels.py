@@ -9,18 +9,11 @@ import pytest
 from small_models import SHARDERS, collection, planned, planner, table, topology
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Perf,
-    PlannerError,
-    Shard,
-    ShardEstimator,
-    ShardingOption,
-    Storage,
-)
+from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardEstimator, ShardingOption, Storage
 from torchrec.distributed.types import CacheParams
 
 from dreamshard_planner import DreamShardPlanner
@@ -89,10 +82,6 @@ def model(tables: int = 3) -> nn.Module:
     return nn.ModuleDict({"sparse": collection(*(table(f"t{i}", 1000, 64) for i in range(tables)))})
 
 
-def custom_planner(custom: tuple[str, ...] = ("sparse.t0",), kind: str = RW, **arguments: Any) -> DreamShardPlanner:
-    return planner(topology=GPUS, enumerator=OwnEnumerator(custom, kind), effort="quick", **arguments)
-
-
 def source_notes(made: DreamShardPlanner) -> str:
     return "\n".join(note.text for note in made.report().notes if note.code == "source")
 
@@ -101,7 +90,8 @@ def source_notes(made: DreamShardPlanner) -> str:
     ("cost_source", "proposer"), [("auto", None), ("roofline", [UniformProposer()]), ("torchrec", None)]
 )
 def test_an_enumerator_prices_its_own_kernel(cost_source: str, proposer: list[Any] | None) -> None:
-    made = custom_planner(cost_source=cost_source, proposer=proposer)
+    enumerator = OwnEnumerator(("sparse.t0",))
+    made = planner(topology=GPUS, enumerator=enumerator, cost_source=cost_source, proposer=proposer)
     plan = made.plan(model(), SHARDERS)
     option = next(option for option in made.options if option.name == "t0")
     assert option.compute_kernel == plan.plan["sparse"]["t0"].compute_kernel == CUSTOM
@@ -121,8 +111,8 @@ def test_an_enumerator_prices_its_own_kernel(cost_source: str, proposer: list[An
 
 def test_the_search_weighs_the_prices() -> None:
     """Four tables of equal price: two on each rank."""
-    made = custom_planner(tuple(f"sparse.t{i}" for i in range(4)), TW)
-    made.plan(model(4), SHARDERS)
+    enumerator = OwnEnumerator(tuple(f"sparse.t{i}" for i in range(4)), TW)
+    made = planned(model(4), topology=GPUS, enumerator=enumerator)
     ranks = sorted(option.shards[0].rank for option in made.options)
     assert ranks == [0, 0, 1, 1] and {option.compute_kernel for option in made.options} == {CUSTOM}
 
@@ -145,8 +135,7 @@ def test_plans_of_such_kernels_are_saved_loaded_and_explained(tmp_path: Path) ->
 
 def test_a_constraint_may_name_a_kernel_that_torchrec_prices() -> None:
     named = ParameterConstraints(compute_kernels=["fused_triton"])
-    made = planner(topology=GPUS, constraints={"t0": named}, effort="quick")
-    made.plan(model(), [CustomSharder("fused_triton")])
+    made = planned(model(), [CustomSharder("fused_triton")], topology=GPUS, constraints={"t0": named})
     kernels = {option.name: option.compute_kernel for option in made.options}
     assert kernels["t0"] == "fused_triton" and "fused_triton" not in (kernels["t1"], kernels["t2"])
     assert "which are TorchRec's" in source_notes(made) and "(sparse.t0)" in source_notes(made)
