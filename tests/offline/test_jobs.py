@@ -72,14 +72,6 @@ def test_pools_are_lists_of_tables_too() -> None:
     assert set(shared[0].feature_names) <= set(model.statistics)
 
 
-def test_statistics_of_data_stand_above_the_list() -> None:
-    model = OfflineModel.of_specs(read_table_list(EXAMPLE))
-    counted = model.with_statistics(TableStatistics({"brand": FeatureStatistics(7.0)}))
-    assert counted.statistics["brand"].pooling_factor == 7 and counted.statistics["category"].pooling_factor == 4
-    with pytest.raises(StatisticsError, match="features that no table .* serves: 'brend' .did you mean 'brand'"):
-        model.with_statistics(TableStatistics({"brend": FeatureStatistics(7.0)}))
-
-
 def test_lookups_that_a_list_does_not_tell_are_an_assumption(tmp_path: Path) -> None:
     told = {**GOOD, "name": "b", "pooling_factor": 1}
     model = OfflineModel.of_specs(read_table_list(table_list(tmp_path, GOOD, told)))
@@ -243,17 +235,10 @@ class SlowRings(GeneralizedCommsBandwidth):
 
 POD = Topology(8, "cuda", local_world_size=2, pod_size=4, hbm_cap=10**9)
 OTHER = {
-    "hbm_cap": 2 * 10**9,
-    "ddr_cap": 2 * 10**9,
-    "ssd_cap": 2 * 10**9,
-    "local_world_size": 2,
-    "pod_size": 2,
+    **dict.fromkeys(("hbm_cap", "ddr_cap", "ssd_cap"), 2 * 10**9),
+    **dict.fromkeys(("local_world_size", "pod_size"), 2),
     "hbm_mem_bw": 2e9,
-    "ddr_mem_bw": 2e6,
-    "ssd_mem_bw": 2e6,
-    "hbm_to_ddr_mem_bw": 2e6,
-    "intra_host_bw": 2e6,
-    "inter_host_bw": 2e6,
+    **dict.fromkeys(("ddr_mem_bw", "ssd_mem_bw", "hbm_to_ddr_mem_bw", "intra_host_bw", "inter_host_bw"), 2e6),
     "bwd_compute_multiplier": 3.5,
     "custom_topology_data": CustomTopologyData(
         {"hbm_cap": [10**9] * 7 + [2 * 10**9], "ssd_cap": [10**12] * 7 + [10**9]}, 8
@@ -291,10 +276,10 @@ def test_each_argument_of_a_topology_comes_back_from_a_plan(argument: str, base:
     made = reader_on(Topology(**(BASE | {argument: OTHER[argument]})))
     saved = made.saved_plan(base)
     assert machine_differences(base.inputs, saved.inputs)
-    again = job_of(saved).machine.topology()
+    job = job_of(saved)
+    again = job.machine.topology()
     assert topology_inputs(again) == saved.inputs.topology
-    read = job_of(saved).read()
-    assert read.predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
+    assert job.read().predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
     assert reader_on(again).hash_planner_context_inputs_str() == made.hash_planner_context_inputs_str()
 
 
@@ -308,25 +293,23 @@ def test_collectives_of_other_ranks_than_the_file_tells_are_refused() -> None:
 
 
 def test_pods_count_in_what_a_plan_costs_and_in_what_it_fits() -> None:
-    saved = saved_of(model(), STATISTICS, POD)
-    read = job_of(saved, STATISTICS).read()
-    assert read.predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
+    saved, in_groups = (
+        saved_of(model(), STATISTICS, POD, sharding_groups=groups) for groups in (None, ShardingGroups(size=4))
+    )
+    for each in (saved, in_groups):
+        read = job_of(each, STATISTICS).read()
+        assert read.predict(each).total_ms == pytest.approx(each.predicted.chosen.total_ms, rel=1e-4)
+    assert in_groups.inputs.topology.pod_size == 4 and in_groups.inputs.topology.pod_ranks == 4
     hosts = Topology(8, "cuda", local_world_size=2, hbm_cap=10**9)
     other = replace(saved.inputs, topology=topology_inputs(hosts))
     assert list(stale_differences(saved.inputs, other)) == ["hosts of a pod 4 -> 1"]
-    groups = {"sharding_groups": ShardingGroups(size=4)}
-    in_groups = saved_of(model(), STATISTICS, POD, **groups)
-    assert in_groups.inputs.topology.pod_size == 4 and in_groups.inputs.topology.pod_ranks == 4
-    read = job_of(in_groups, STATISTICS).read()
-    assert read.predict(in_groups).total_ms == pytest.approx(in_groups.predicted.chosen.total_ms, rel=1e-4)
 
 
 @pytest.mark.parametrize("topology", [CUDA, Topology(2, "cpu")], ids=["named", "cpu"])
 def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
+    cache = CacheParams(CacheAlgorithm.LFU, load_factor=0.5)
     constraints = {
-        "a": ParameterConstraints(
-            pooling_factors=[4.0, 2.0], min_partition=8, cache_params=CacheParams(CacheAlgorithm.LFU, load_factor=0.5)
-        ),
+        "a": ParameterConstraints(pooling_factors=[4.0, 2.0], min_partition=8, cache_params=cache),
         "b": ParameterConstraints(
             sharding_types=["table_wise", "row_wise"],
             bounds_check_mode=BoundsCheckMode.FATAL,
@@ -336,14 +319,12 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     }
     rules = PlacementRules(on_ranks={"b": [0, 1]})
     saved = saved_of(model(), STATISTICS, topology, constraints=constraints, placement_rules=rules)
-    job = job_of(saved, STATISTICS)
-    planned = job.plan()
+    planned = job_of(saved, STATISTICS).plan()
     again = planned.saved_plan()
     assert list(stale_differences(saved.inputs, again.inputs)) == [] and again.inputs.tables == saved.inputs.tables
     assert again.inputs.constraints == saved.inputs.constraints
     assert again.inputs.placement_rules == saved.inputs.placement_rules
-    cost = planned.predict(saved)
-    assert cost.total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
+    assert planned.predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
 
 
 def test_a_plan_file_holds_its_statistics(tmp_path: Path) -> None:
@@ -419,17 +400,11 @@ def test_a_shared_feature_has_one_number_of_lookups() -> None:
             spec(name)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("cost_source", "oracle"),
-        ("sharding_types", ["diagonal"]),
-        ("exact_training", "sometimes"),
-        ("seed", 1.5),
-        ("effort", "lazy"),
-        ("sharding_groups", {"size": 0}),
-    ],
-)
+WRONG = {"cost_source": "oracle", "sharding_types": ["diagonal"], "exact_training": "sometimes", "seed": 1.5,
+         "effort": "lazy", "sharding_groups": {"size": 0}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "value"), WRONG.items())
 def test_a_setting_that_no_planner_takes_is_named(setting: str, value: Any, base: SavedPlan) -> None:
     odd = replace(base, name="odd.json", inputs=replace(base.inputs, settings={**base.inputs.settings, setting: value}))
     with pytest.raises(PlanError, match=f"odd.json: settings: .*{setting.replace('_', '.')} must be"):
@@ -438,6 +413,7 @@ def test_a_setting_that_no_planner_takes_is_named(setting: str, value: Any, base
 
 def test_tables_of_a_list_and_of_its_plan_have_their_optimizers_and_statistics() -> None:
     """Statistics that are given stand above those of list and plan; a feature without any has one lookup."""
+    misspelt = TableStatistics({"brend": FeatureStatistics(7.0)})
     given = TableStatistics({"item_id": FeatureStatistics(4.0)})
     model = read_model(str(EXAMPLE))
     planned = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=64, settings=QUICK).plan()
@@ -446,3 +422,5 @@ def test_tables_of_a_list_and_of_its_plan_have_their_optimizers_and_statistics()
             tables = {table.name: table for table in source.with_statistics(statistics).tables()}
             assert [each.pooling_factor for each in tables["pooled.item_id"].features] == [lookups, 40.0]
             assert tables["sequences_64.history"].optimizer == "adam" and len(tables) == 8
+        with pytest.raises(StatisticsError, match="features that no table .* serves: 'brend' .did you mean 'brand'"):
+            source.with_statistics(misspelt)

@@ -32,6 +32,10 @@ def planner(**changes: Any) -> DreamShardPlanner:
     return small_models.planner(**({"statistics": statistics()} | changes))
 
 
+def planned(module: nn.Module | None = None, **changes: Any) -> DreamShardPlanner:
+    return small_models.planned(module or model(), **({"statistics": statistics()} | changes))
+
+
 @pytest.fixture(scope="module")
 def made() -> tuple[DreamShardPlanner, Any]:
     """A planner that has planned, and its plan."""
@@ -93,8 +97,7 @@ def test_a_file_shows_the_table_of_rivals_that_the_fresh_plan_had(made: tuple, f
     fresh, saved = made[0].report(), SavedPlan.load(file)
     assert str(saved.report()).splitlines()[:8] == str(fresh).splitlines()[:8] and len(fresh.rivals) > 5
     assert [name for name, _ in saved.report().collectives] == [name for name, _ in fresh.collectives]
-    dearer = planner(plan_loader=JsonPlanLoader(file), cost_source="torchrec")
-    dearer.plan(model(), SHARDERS)
+    dearer = planned(plan_loader=JsonPlanLoader(file), cost_source="torchrec")
     assert dearer.report().rivals == () and any("by the costs of then" in note.text for note in dearer.report().notes)
     given = made[0].saved_plan(saved)
     assert given.predicted.rivals == () and given.alone_ms == saved.alone_ms
@@ -155,14 +158,12 @@ def test_a_plan_that_fits_loads_with_other_memory_and_costs(file: Path, change: 
 
 def test_a_plan_without_room_is_refused_with_rank_and_bytes(tmp_path: Path) -> None:
     small = topology(memory=500_000)
-    one = planner(topology=small)
-    one.plan(model(), SHARDERS)
-    one.save_plan(tmp_path / "plan.json")
+    planned(topology=small).save_plan(tmp_path / "plan.json")
     _all_on_rank_0(tmp_path / "plan.json")
     size = r"[\d.]+ [KM]iB"
     words = rf"plan.json puts {size} of DDR on rank 0, the storage reservation leaves {size}: {size} are missing"
     with pytest.raises(PlannerError, match=words):
-        planner(topology=small, plan_loader=JsonPlanLoader(tmp_path / "plan.json")).plan(model(), SHARDERS)
+        planned(topology=small, plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
 
 
 def _all_on_rank_0(file: Path) -> None:
@@ -217,19 +218,16 @@ def test_a_damaged_file_is_refused_with_the_entry_named(
         SavedPlan.load(file)
 
 
-def test_files_that_are_none(made: tuple, file: Path, tmp_path: Path) -> None:
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(PlanError, match="plan.json: not a JSON file, or a truncated one"):
-        planner(plan_loader=JsonPlanLoader(file)).plan(model(), SHARDERS)
-    with pytest.raises(PlanError, match="plan.json: cannot be written: there is no folder"):
-        made[0].save_plan(tmp_path / "no" / "plan.json")
-
-
-def test_there_is_nothing_to_save_before_a_plan_and_no_other_planner_loads(file: Path) -> None:
-    with pytest.raises(DreamShardError, match="there is no plan: plan first"):
-        planner().save_plan(file)
+def test_no_other_planner_loads_files_that_are_none_and_plans_that_cannot_be_saved(made: tuple, file: Path) -> None:
     with pytest.raises(DreamShardError, match="needs DreamShardPlanner"):
         EmbeddingShardingPlanner(topology(), 64, stats=[], plan_loader=JsonPlanLoader(file)).plan(model(), SHARDERS)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match="plan.json: not a JSON file, or a truncated one"):
+        planned(plan_loader=JsonPlanLoader(file))
+    with pytest.raises(PlanError, match="plan.json: cannot be written: there is no folder"):
+        made[0].save_plan(file.parent / "no" / "plan.json")
+    with pytest.raises(DreamShardError, match="there is no plan: plan first"):
+        planner().save_plan(file)
 
 
 def test_predict_takes_any_kind_of_plan(made: tuple, file: Path) -> None:
@@ -326,8 +324,8 @@ def test_compare_names_what_changed_and_what_it_moves(made: tuple, file: Path) -
 
 
 def test_compare_says_where_plans_do_not_compare(file: Path) -> None:
-    other = planner(cost_source="torchrec", batch_size=128, statistics=None)
-    other.plan(collection(table("t0", 1000), table("t1", 999), table("new")), SHARDERS)
+    tables = collection(table("t0", 1000), table("t1", 999), table("new"))
+    other = planned(tables, cost_source="torchrec", batch_size=128, statistics=None)
     found = compare(file, other.saved_plan(name="other"))
     assert (found.before, found.after) == (str(file), "other")
     assert found.only_before == ("t1", "t2", "t3") and found.only_after == ("new", "t1")
@@ -336,19 +334,16 @@ def test_compare_says_where_plans_do_not_compare(file: Path) -> None:
 
 
 def test_compare_tells_a_machine_from_a_better_one() -> None:
-    plans = []
-    for gpu in ("a100-40", "a100-80"):
-        one = planner(topology=Machine(ranks_per_host=2, gpu=gpu).topology())
-        one.plan(model(), SHARDERS)
-        plans.append(one.saved_plan(name=gpu))
-    found = compare(*plans)
+    def on(gpu: str, ranks: int) -> SavedPlan:
+        return planned(topology=Machine(ranks_per_host=ranks, gpu=gpu).topology()).saved_plan(name=gpu)
+
+    before = on("a100-40", 2)
+    found = compare(before, on("a100-80", 2))
     assert found.one_cost_source and found.cost_after.chosen.total_ms < found.cost_before.chosen.total_ms
     first, machine, *_ = str(found).splitlines()
     assert first.startswith(f"A step takes {found.cost_after.chosen.total_ms:.3f} ms with a100-80, ")
     assert "samples" not in first
-    more = planner(topology=Machine(ranks_per_host=4, gpu="a100-40").topology())
-    more.plan(model(), SHARDERS)
-    assert ", for 256 samples instead of 128 (" in str(compare(plans[0], more.saved_plan())).splitlines()[0]
+    assert ", for 256 samples instead of 128 (" in str(compare(before, on("a100-40", 4))).splitlines()[0]
     cards = "cards NVIDIA A100-SXM4-40GB -> NVIDIA A100-SXM4-80GB"
     memory, bandwidth = "HBM of rank 0 and 1 more 37.25 GiB -> 74.51 GiB", "bandwidth of HBM 1,555 GB/s -> 2,039 GB/s"
     assert machine == f"Machine: {memory}; {cards}; {bandwidth}."

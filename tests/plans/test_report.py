@@ -106,11 +106,8 @@ def test_report_says_why_there_is_none() -> None:
 
 def test_a_search_that_is_cut_short_and_batches_larger_than_measured_are_noted(report: Report) -> None:
     hasty = planned(small_model(), search_seconds=1e-6, batch_size=131_072).report()
-    for text in (
-        "cut short",
-        "fits was found in time to compare",
-        "more samples per batch than measured (262,144 against",
-    ):
+    many = "more samples per batch than measured (262,144 against"
+    for text in ("cut short", "fits was found in time to compare", many):
         assert text in str(hasty) and text not in str(report)
 
 
@@ -154,9 +151,8 @@ def test_a_row_shows_torchrec_s_planner_as_most_run_it() -> None:
         made.plan(model, SHARDERS)
     names = [rival.name for rival in untold.report().rivals]
     assert "torchrec" in names and "torchrec_default" not in names
-    theirs = EmbeddingShardingPlanner(
-        topology=topology(device="cuda"), constraints={f"t{i}": ParameterConstraints(["table_wise"]) for i in range(4)}
-    ).plan(model, SHARDERS)
+    whole = {f"t{i}": ParameterConstraints(["table_wise"]) for i in range(4)}
+    theirs = EmbeddingShardingPlanner(topology(device="cuda"), constraints=whole).plan(model, SHARDERS)
     row = told.report().rival("torchrec_default")
     assert row.total_ms == pytest.approx(told.predict(theirs).total_ms, rel=1e-6)
     assert row.total_ms > told.report().chosen.total_ms
@@ -192,17 +188,9 @@ def blocks(shard_ms: tuple[float, ...]) -> TableEntry:
     ids=["collectives", "table", "block", "level", "rank", "alone", "nothing"],
 )
 def test_the_verdict_names_the_bottleneck(rank_ms, collectives_ms, tables, said) -> None:
-    report = Report(
-        chosen=entry(rank_ms, collectives_ms),
-        rivals=(),
-        cost_source="",
-        collectives_source="",
-        candidates=0,
-        reshards=0,
-        memory=(),
-        collectives=(("all-to-all", collectives_ms),),
-        tables=tuple(tables),
-    )
+    nothing = {"rivals": (), "memory": (), "cost_source": "", "collectives_source": "", "candidates": 0, "reshards": 0}
+    sent = (("all-to-all", collectives_ms),)
+    report = Report(chosen=entry(rank_ms, collectives_ms), collectives=sent, tables=tuple(tables), **nothing)
     assert report.verdict.startswith(said), report.verdict
     averaged = replace(report, averaging_ms=0.6 * (max(rank_ms) + collectives_ms)).verdict
     assert averaged.startswith("Bottleneck: averaging replicas, 60% of" if max(rank_ms) else said), averaged
@@ -224,13 +212,9 @@ def test_reports_begin_with_the_verdict_and_the_assumptions() -> None:
     told = planned(small_model(), batch_size=512, statistics=many)
     assert told.predict(made.options).total_ms == pytest.approx(lookups.figures["ten_ms"], rel=1e-6)
     assert [note for note in told.report().notes if note.code == "assumption"] == []
-
-
-def test_only_what_nobody_said_is_assumed() -> None:
-    statistics = TableStatistics({"t0_f0": FeatureStatistics(3.0)})
-    constraints = {"t1": ParameterConstraints(pooling_factors=[1.5])}
-    made = planned(small_model(), statistics=statistics, constraints=constraints)
-    (note,) = [note for note in made.report().notes if note.code == "assumption"]
+    given = {"constraints": {"t1": ParameterConstraints(pooling_factors=[1.5])}}
+    some = planned(small_model(), statistics=TableStatistics({"t0_f0": FeatureStatistics(3.0)}), **given)
+    (note,) = [note for note in some.report().notes if note.code == "assumption"]
     assert "6 of 9 features (t2_f0," in note.text
 
 
