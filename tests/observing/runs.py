@@ -98,9 +98,8 @@ def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> Observe
     for rank in range(2):
         ways = {"forward": predicted.forward_ms[rank], "backward": predicted.backward_ms[rank]}
         columns = {f"kernel 0 {way}": (ms * factor,) * 8 for way, ms in ways.items()}
-        columns |= dict.fromkeys(
-            ("outputs all_to_all forward span", "outputs span together"), (outputs_ms * exchange,) * 8
-        )
+        spans = ("outputs all_to_all forward span", "outputs span together")
+        columns |= dict.fromkeys(spans, (outputs_ms * exchange,) * 8)
         columns["outputs all_to_all forward bytes"] = (1e6,) * 8
         ranks.append(rank_steps(0, rank, **columns))
     return replace(observed_run("a", *ranks), plan=plan, planned_lookups={"f0": lookups})

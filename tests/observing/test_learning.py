@@ -39,25 +39,27 @@ from tests.observing.runs import (
 from tests.planning.test_context import model
 
 
-def test_learning_corrects_what_was_observed_and_names_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_learning_corrects_what_was_observed_and_names_the_rest(home: Path) -> None:
     seen, other = observation(2), observation(5)
     for file, one in (("a.json", seen), ("b.json", replace(other, runs=other.runs[2:]))):
-        one.save(tmp_path / file)
+        one.save(home / file)
     prior = resolve("roofline", "cpu")
-    command = ["learn", str(tmp_path / "a.json"), "--costs", "roofline"]
+    command = ["learn", str(home / "a.json"), "--costs", "roofline"]
     assert "say where to, --out FILE" in run(*command, status=2).stderr.replace("\n", " ")
     out = new_file(seen.hardware, "learned")  # where it is kept if nobody says
     result = run(*command, "--out", out)
     made = resolve("auto", "cpu")
     assert made.name.endswith("-learned.safetensors") and made.metadata["learned"]["steps"] == 16
-    sets = observed_sets(Observation.load(tmp_path / "b.json"))[0]
+    sets = observed_sets(Observation.load(home / "b.json"))[0]
     cpu = topology(2)
-    before, after = (
-        mape_2(predict_ms(one.compute_cost(cpu), sets), sets.labels_ms_X2).tolist() for one in (prior, made)
-    )
+    predicted = (predict_ms(one.compute_cost(cpu), sets) for one in (prior, made))
+    before, after = (mape_2(ms_X2, sets.labels_ms_X2).tolist() for ms_X2 in predicted)
     assert min(before) > 0.4 and max(after) < 0.1
 
     said = "learned from 2 runs, 16 steps on"
@@ -74,16 +76,13 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
     assert not any("nothing was measured" in note.text for note in report.notes)
 
 
-def test_auto_takes_what_was_learned_for_its_hardware_and_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_what_was_learned_for_its_hardware_and_threads(home: Path) -> None:
     """Its files may be learned from anywhere: on a login node, say, of a cluster of GPUs."""
-    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
     own = torch.get_num_threads()
 
     def told(**hardware: str | int) -> str:
-        observation(1, **hardware).save(tmp_path / "seen.json")
-        return " ".join(run("learn", tmp_path / "seen.json", "--force").stderr.split())
+        observation(1, **hardware).save(home / "seen.json")
+        return " ".join(run("learn", home / "seen.json", "--force").stderr.split())
 
     h100 = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3"}
     for hardware, shipped in ((h100, "nvidia-h100-80gb-hbm3"), ({"name": "abacus"}, "cpu")):
@@ -124,28 +123,28 @@ def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -
     content = out.read_bytes()
     with pytest.raises(CalibrationRefused, match=r"3 runs, 24 steps \(6 kernels\): no correction reduced"):
         learn(Checkpoint.load(out), observation(3), out)
-    one = observation(1)
-    one = replace(one, runs=(replace(one.runs[0], ranks=one.runs[0].ranks[:1]),))
-    with pytest.raises(CalibrationRefused, match="one kernel, which none confirms"):
-        learn(resolve("roofline", "cpu"), one, out)
-    assert out.read_bytes() == content
-    unread = replace(one.runs[0].ranks[0], columns={})
-    with pytest.raises(ObservationError, match="looked nothing up, or was not trained"):
-        learn(resolve("roofline", "cpu"), replace(one, runs=(replace(one.runs[0], ranks=(unread,)),)), out)
     with pytest.raises(ObservationError, match="has costs of cpu, and cuda was observed"):
         learn(resolve("auto", "cpu"), observation(2, device="cuda"), out)
-    other = replace(one.runs[0].ranks[0], statistics={name: FeatureStatistics(9.0) for name in STATISTICS})
-    with pytest.raises(ObservationError, match="reads 256 ids a step, and the batches have 1,152 for it"):
-        learn(resolve("roofline", "cpu"), replace(one, runs=(replace(one.runs[0], ranks=(other,)),)), out)
+    whole = observation(1)
+    rank = whole.runs[0].ranks[0]
+    nines = {name: FeatureStatistics(9.0) for name in STATISTICS}
+    for of_rank, kind, told in (
+        (replace(rank, columns={}), ObservationError, "looked nothing up, or was not trained"),
+        (replace(rank, statistics=nines), ObservationError, "reads 256 ids a step, and the batches have 1,152 for it"),
+        (rank, CalibrationRefused, "one kernel, which none confirms"),
+    ):
+        one = replace(whole, runs=(replace(whole.runs[0], ranks=(of_rank,)),))
+        with pytest.raises(kind, match=told):
+            learn(resolve("roofline", "cpu"), one, out)
     file = tmp_path / "one.json"
     one.save(file)
     refused = run("learn", file, "--costs", "roofline", "--out", out, status=1).stderr
     assert "stays as it was" in refused and out.read_bytes() == content
 
 
-def test_what_later_runs_contradict_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("home")
+def test_what_later_runs_contradict_is_removed() -> None:
     """A busy machine taught that kernels take five times as long, and later runs find none of that."""
-    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
     seen = observation(3)
     measured = measured_costs("cpu", int(seen.hardware["threads"]), str(seen.hardware["name"]))
     sets_ms = predict_ms(measured.compute_cost(topology(2)), observed_sets(seen)[0]).tolist()
@@ -156,9 +155,8 @@ def test_what_later_runs_contradict_is_removed(tmp_path: Path, monkeypatch: pyte
             ranks = []
             for rank, one in enumerate(training.ranks):
                 ways = zip(("forward", "backward"), sets_ms[2 * index + rank], strict=True)
-                ranks.append(
-                    replace(one, columns=one.columns | {f"kernel 0 {way}": (times * ms,) * 8 for way, ms in ways})
-                )
+                slower = {f"kernel 0 {way}": (times * ms,) * 8 for way, ms in ways}
+                ranks.append(replace(one, columns=one.columns | slower))
             made.append(replace(training, ranks=tuple(ranks)))
         return replace(seen, runs=tuple(made))
 
@@ -169,9 +167,8 @@ def test_what_later_runs_contradict_is_removed(tmp_path: Path, monkeypatch: pyte
     assert _learned(runs(1.0), 2).digest() == measured.digest() and not file.exists()
 
 
-def test_costs_learned_from_a_file_that_the_user_has_replaced_are_left_out(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
-    seen, shipped, own = observation(3), resolve("auto", "cpu"), tmp_path / "checkpoints" / "mine.safetensors"
+def test_costs_learned_from_a_file_that_the_user_has_replaced_are_left_out(home: Path) -> None:
+    seen, shipped, own = observation(3), resolve("auto", "cpu"), home / "checkpoints" / "mine.safetensors"
     own.parent.mkdir()
     for created in ("today", "tomorrow"):
         metadata = {**shipped.metadata, "hardware": seen.hardware, "created": created}
@@ -248,8 +245,9 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     once = replace(runs[0], ranks=tuple(replace(rank, columns=rank.columns | more) for rank in runs[0].ranks))
     exchanges_ms = [one.ms for one in once.outputs.values()]
     fits = {"all_gather": asdict(CollectiveFit(40.0 * once.outputs_ms / sum(exchanges_ms), 1e15, 1e15, 0.1))}
-    collectives = known.metadata["collectives"] | {"fits": known.metadata["collectives"]["fits"] | fits}
-    of_other = replace(known, metadata=known.metadata | {"collectives": collectives | {"assumed": ["all_gather"]}})
+    all_fits = known.metadata["collectives"]["fits"] | fits
+    collectives = known.metadata["collectives"] | {"fits": all_fits, "assumed": ["all_gather"]}
+    of_other = replace(known, metadata=known.metadata | {"collectives": collectives})
     made = learn(of_other, replace(seen, runs=(once, runs[1])), tmp_path / "learned.safetensors", force=True)
     assert made.metadata["collectives"]["fits"]["all_gather"] == fits["all_gather"]
     assert "all_gather" in made.metadata["collectives"]["assumed"]

@@ -67,10 +67,8 @@ def test_runs_keep_their_batch_sizes_and_statistics_are_of_ranks_with_like_ones(
     merged = Observation.merge({one.id: replace(whole, runs=(one,)) for one in (run, *others)})
     assert merged.runs == (run, *others)
     assert len(observed_sets(merged)[0]) == 3 * len(observed_sets(whole)[0])
-    of_ranks = {"a.json": run.ranks[:1], "b.json": others[0].ranks[1:]}
-    unequal = Observation.merge(
-        {name: replace(whole, runs=(replace(run, ranks=one),)) for name, one in of_ranks.items()}
-    )
+    parts = (run.ranks[:1], others[0].ranks[1:])
+    unequal = Observation.merge({str(one[0].rank): replace(whole, runs=(replace(run, ranks=one),)) for one in parts})
     assert len(unequal.runs[0].ranks) == 2
     assert unequal.runs[0].statistics == TableStatistics(others[0].ranks[1].statistics)  # of the larger batches
 
@@ -163,9 +161,8 @@ def test_a_difference_has_a_meaning_and_a_verdict(
 ) -> None:
     found = compare(planned_run(factor, exchange, lookups))
     assert verdict in found.verdict and found.trusted == ("may be trusted" in found.verdict)
-    assert re.match(
-        r"embeddings are about \d+% of the step; the plan is predicted to save \d+% of them", found.embeddings
-    )
+    share = r"embeddings are about \d+% of the step; the plan is predicted to save \d+% of them"
+    assert re.match(share, found.embeddings)
     assert len(found.meaning) == bool(meaning) and all(re.search(meaning, text) for text in found.meaning)
 
 
@@ -184,7 +181,7 @@ def test_outputs_beside_other_work_are_not_judged_nor_learned(tmp_path: Path) ->
     assert learned.metadata["collectives"] is None
 
 
-def test_a_plan_for_another_optimizer_is_said() -> None:
+def test_what_was_planned_for_another_optimizer_batch_size_or_ranks_does_not_compare() -> None:
     run = planned_run(1.0, 1.0)
     planned = next(iter(run.plan.inputs.tables))
     tables = (replace(run.ranks[0].kernels[0].tables[0], name=planned),)
@@ -192,9 +189,19 @@ def test_a_plan_for_another_optimizer_is_said() -> None:
     assert found.trusted is False and "times do not compare" in found.verdict
     assert f"the plan was made for sgd of {planned}, and adagrad trains it" in found.meaning[-1]
     assert compare(with_kernels(run, tables=tables, optimizer="sgd")).trusted
+    found = compare(of_size(run, 2))
+    (said,) = (text for text in found.meaning if "batch" in text)
+    assert f"{LOCAL_BATCH} samples" in said and f"batch_size={2 * LOCAL_BATCH}" in said
+    assert found.trusted is False and "times do not compare" in found.verdict
+    assert not any("costs of another machine" in text for text in found.meaning)
+    ranks = tuple(replace(of_rank, rank=rank) for rank, of_rank in enumerate((*run.ranks, *run.ranks)))
+    found = compare(replace(run, world_size=4, ranks=ranks))
+    assert found.verdict == "the prediction is for 2 ranks, and rank 3 was observed: times do not compare"
+    assert found.trusted is None and all(kind.predicted_ms is None for kind in found.kinds)
+    assert compare(replace(run, world_size=4)).trusted  # a model on the first two ranks
 
 
-def test_what_one_rank_lacks_or_is_slow_at_is_said() -> None:
+def test_what_one_rank_lacks_or_is_slow_at_is_said_and_replicas_are_not_judged() -> None:
     run = planned_run(1.0, 1.0)
     unseen = replace(run.ranks[1], kernels=())
     found = compare(replace(run, ranks=(run.ranks[0], unseen)))
@@ -206,30 +213,10 @@ def test_what_one_rank_lacks_or_is_slow_at_is_said() -> None:
     assert "kernels of rank 1 (table_wise) take 2.00 times the predicted time" in uneven.meaning[0]
     assert uneven.trusted is False and ": do not trust the prediction on this hardware" in uneven.verdict
     assert "in the file of rank 0, which is not" in compare(replace(run, ranks=run.ranks[1:], plan=None)).verdict
-
-
-def test_replicas_are_not_judged() -> None:
     # As observed, whatever optimizer the script has attached.
     found = compare(with_kernels(planned_run(3.0, 4.0), kernel="dense", optimizer="other"))
     (said,) = found.meaning
     assert not found.trusted and "data-parallel" in said and "all-reduce" in said
-
-
-def test_another_batch_size_than_the_planned_one_is_said() -> None:
-    found = compare(of_size(planned_run(1.0, 1.0), 2))
-    (said,) = (text for text in found.meaning if "batch" in text)
-    assert f"{LOCAL_BATCH} samples" in said and f"batch_size={2 * LOCAL_BATCH}" in said
-    assert found.trusted is False and "times do not compare" in found.verdict
-    assert not any("costs of another machine" in text for text in found.meaning)
-
-
-def test_a_prediction_for_other_ranks_is_not_compared() -> None:
-    run = planned_run(1.0, 1.0)
-    ranks = tuple(replace(of_rank, rank=rank) for rank, of_rank in enumerate((*run.ranks, *run.ranks)))
-    found = compare(replace(run, world_size=4, ranks=ranks))
-    assert found.verdict == "the prediction is for 2 ranks, and rank 3 was observed: times do not compare"
-    assert compare(replace(run, world_size=4)).trusted  # a model on the first two ranks
-    assert found.trusted is None and all(kind.predicted_ms is None for kind in found.kinds)
 
 
 def test_a_wrong_number_of_steps_is_warned_of_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
