@@ -95,9 +95,15 @@ def test_cpu_ranks_share_cores(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_the_default_planner_reads_the_driver_and_a_given_topology_is_kept(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(devices, "read_card", lambda: A100)
     monkeypatch.setattr(devices, "device_of_ranks", lambda: "cuda")
+    given = DreamShardPlanner(topology=Topology(world_size=1, compute_device="cuda"), stats=[], effort="quick")
+    given.collective_plan(TABLES)
+    assert given._ranks.topology.devices[0].storage.hbm == 32 * 1024**3
+    text = str(given.report())
+    assert "Planned for" not in text and "34.4 GB of memory (hbm_cap)" in text
+    assert text.count(f"the driver names {A100.name} with 42.4 GB at 1,555 GB/s: leave topology out") == 1
     planner = DreamShardPlanner(stats=[], effort="quick")
     planner.plan(TABLES, list(SHARDERS))
     described = f"Planned for 1 x {A100.name}, read from the driver of this rank: 42.4 GB each at 1,555 GB/s"
@@ -113,18 +119,6 @@ def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, t
     again = job_of(saved).machine.topology()
     assert saved.inputs.topology.cards == (A100.name,) and card_of(again) == A100.name
     assert RooflineCost.of_topology(again) == RooflineCost.of_topology(planner._ranks.topology)
-
-
-@pytest.mark.usefixtures("group")
-def test_a_given_topology_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "read_card", lambda: A100)
-    monkeypatch.setattr(devices, "device_of_ranks", lambda: "cuda")
-    planner = DreamShardPlanner(topology=Topology(world_size=1, compute_device="cuda"), stats=[], effort="quick")
-    planner.collective_plan(TABLES)
-    assert planner._ranks.topology.devices[0].storage.hbm == 32 * 1024**3
-    text = str(planner.report())
-    assert "Planned for" not in text and "34.4 GB of memory (hbm_cap)" in text
-    assert text.count(f"the driver names {A100.name} with 42.4 GB at 1,555 GB/s: leave topology out") == 1
 
 
 def _rank(rank: int, port: int, function: Callable[[dist.ProcessGroup], None]) -> None:
