@@ -54,7 +54,7 @@ def planned(order: str = "abcdefgh", module: nn.Module | None = None, **argument
 
 
 kept = cache(planned)
-"""Of which several tests ask, and none changes them."""
+"""Plans that several tests ask for, and none changes."""
 
 
 @cache

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a search finds and tells: effort bounds it, and no clock does; TorchRec's plan is kept if little is gained over
+"""Searches, and what they tell: effort bounds them, and no clock does; TorchRec's plan is kept if little is gained over
 it, and predicted if exact training excludes it; and why a rank is slow."""
 
 import copy
@@ -200,7 +200,7 @@ def planner(hot: float = 5.0, **changes) -> DreamShardPlanner:
 
 
 def eight_tables(dim: int = 32) -> nn.Module:
-    """Of which the third may be hot, and of another width."""
+    """Tables of which the third may be hot, and of another width."""
     return collection(*(table(f"t{i}", 5000 + i, dim if i == 2 else 32) for i in range(8)))
 
 
