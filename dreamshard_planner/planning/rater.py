@@ -319,7 +319,7 @@ class PlanRater:
         """Return the sum of :meth:`alone` for each option."""
         return [*map(total_ms, self.alone(options))]
 
-    def without_lookups(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    def with_one_lookup(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return copies with TorchRec's estimates for one lookup per sample; none if these are the options' estimates,
         or estimates are costs."""
         given = any({*option.input_lengths} != {POOLING_FACTOR} for option in options)

@@ -229,7 +229,7 @@ def _searched(
         theirs = torchrec_plan(offered, topology, settings.effort)
         if theirs is not None:
             plans[BASELINE] = theirs.options
-        untold = rater.without_lookups(offered)
+        untold = rater.with_one_lookup(offered)
         if untold and (default := torchrec_plan(untold, topology, settings.effort)) is not None:
             plans[TORCHREC_DEFAULT] = default.options
     options = [*options, *sizes]
