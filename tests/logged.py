@@ -6,26 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 @contextmanager
 def logged(module: str) -> Iterator[list[logging.LogRecord]]:
     """Records of a module of the package, even after a benchmark of the same process has switched logging off."""
-    logger, kept, disabled = logging.getLogger(f"dreamshard_planner.{module}"), _Kept(), logging.root.manager.disable
-    logger.addHandler(kept)
+    logger, handler = logging.getLogger(f"dreamshard_planner.{module}"), logging.Handler()
+    records, disabled = [], logging.root.manager.disable
+    handler.emit = records.append
+    logger.addHandler(handler)
     logging.disable(logging.NOTSET)
     try:
-        yield kept.records
+        yield records
     finally:
         logging.disable(disabled)
-        logger.removeHandler(kept)
+        logger.removeHandler(handler)
 
 
 @contextmanager

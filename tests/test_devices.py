@@ -83,7 +83,7 @@ def test_figures_that_nobody_gave_are_pointed_out() -> None:
     assert default_notes(Topology(world_size=1, compute_device="cpu")) == ()
 
 
-def test_confidence_names_hardware_and_held_out_error() -> None:
+def test_confidence_names_hardware_and_held_out_error_and_notes_tell_checks() -> None:
     measured = Checkpoint.load(SHIPPED / "cpu.safetensors")
     cuda, cpu = (Machine(ranks_per_host=2, device=device).topology() for device in ("cuda", "cpu"))
 
@@ -102,16 +102,9 @@ def test_confidence_names_hardware_and_held_out_error() -> None:
     assert confidence(on(here, calibration=checks), cpu) == "measured on this hardware, 3 % off"
     learned = {"runs": 2, "checks": [{"after": 0.02, "sets": 1}, {"after": 0.06, "sets": 3}]}
     assert confidence(on(here, learned=learned), cpu) == "costs learned from 2 runs on this hardware, 5 % off"
+    assert checkpoint_notes(on(here), cpu) == ()
+    (checked,) = checkpoint_notes(on(here, calibration={"checked": "SGD (7 and 8 % off); dims 4 to 64"}), cpu)
+    assert "checked with SGD (7 and 8 % off); dims 4 to 64" in checked
     h100 = Checkpoint.load(SHIPPED / "nvidia-h100-80gb-hbm3.safetensors")
     assert confidence(h100, Machine(ranks_per_host=2, gpu="h100").topology()).startswith("measured on this hardware, ")
     assert "measured on another card, NVIDIA H100" in confidence(h100, Machine(ranks_per_host=2, gpu="h200").topology())
-
-
-def test_notes_tell_checks() -> None:
-    measured, cpu = Checkpoint.load(SHIPPED / "cpu.safetensors"), Machine(ranks_per_host=2, device="cpu").topology()
-    here = {"hardware": {"device": "cpu", "name": describe_hardware("cpu", 1)["name"]}}
-    at_home = replace(measured, metadata={**measured.metadata, **here})
-    assert checkpoint_notes(at_home, cpu) == ()
-    calibration = {"checked": "SGD (7 and 8 % off); dims 4 to 64"}
-    (checked,) = checkpoint_notes(replace(at_home, metadata={**at_home.metadata, "calibration": calibration}), cpu)
-    assert "checked with SGD (7 and 8 % off); dims 4 to 64" in checked

@@ -17,15 +17,6 @@ from tests.torchrun import forked
 
 FOLDER = Path(__file__).parent.parent / "examples"
 ON_RANKS = ("hot_rows", "replan", "reuse_plan", "train_dlrm")
-ALONE = {
-    "calibrate": ("1", "my.safetensors"),
-    "parquet_statistics": (),
-    "plan_offline": ("plan.json",),
-    "planning_api": (),
-    "torchrec_planner": (),
-    "train_policy": (),
-}
-"""Arguments of those that one process runs."""
 TORCHREC_WARNS = "TopologyFactory|HeuristicalStorageReservation|dense tensor size"
 """Words of TorchRec's warnings about topologies and reservations."""
 
@@ -64,19 +55,6 @@ def test_example_says_what_has_to_start_it(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with pytest.raises(SystemExit, match=f"torchrun --nproc_per_node=2 examples/{name}.py"):
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-
-
-@pytest.mark.filterwarnings("error:HeuristicalStorageReservation:FutureWarning")
-@pytest.mark.parametrize("name", ALONE)
-def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    if name == "parquet_statistics":
-        pytest.importorskip("pyarrow")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(EFFORTS, "default", EFFORTS["quick"])
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *ALONE[name]])
-    monkeypatch.setattr(calibration, "_ARENA_BYTES", {"cpu": QUICK.arena_bytes})  # else filled for longer than measured
-    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-    TELLS[name](capsys.readouterr().out)
 
 
 def _calibrated(told: str) -> None:
@@ -120,11 +98,26 @@ def _dry_run(told: str) -> None:
     assert has_api or told == "This TorchRec has no planning API. Install torchrec 1.9 or later.\n"
 
 
-TELLS = {
-    "calibrate": _calibrated,
-    "parquet_statistics": _counted,
-    "plan_offline": _planned,
-    "planning_api": _dry_run,
-    "torchrec_planner": _compared,
-    "train_policy": _learned,
+ALONE = {
+    "calibrate": (_calibrated, "1", "my.safetensors"),
+    "parquet_statistics": (_counted,),
+    "plan_offline": (_planned, "plan.json"),
+    "planning_api": (_dry_run,),
+    "torchrec_planner": (_compared,),
+    "train_policy": (_learned,),
 }
+"""Checks of what those tell that one process runs, and their arguments."""
+
+
+@pytest.mark.filterwarnings("error:HeuristicalStorageReservation:FutureWarning")
+@pytest.mark.parametrize("name", ALONE)
+def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    if name == "parquet_statistics":
+        pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(EFFORTS, "default", EFFORTS["quick"])
+    check, *arguments = ALONE[name]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    monkeypatch.setattr(calibration, "_ARENA_BYTES", {"cpu": QUICK.arena_bytes})  # else filled for longer than measured
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    check(capsys.readouterr().out)

@@ -47,12 +47,12 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.collectives import read_collectives
 from dreamshard_planner.offline.jobs import read_table_list
 from dreamshard_planner.workload.lookups import IdHistogram
+from tests.faults import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SPARE_BYTES = 4 << 30
 """Memory that a hostile file may take: less than its claims, more than torch's threads."""
-PATIENCE_SECONDS = 600
 
 
 def share(of_all: float) -> settings:

@@ -172,17 +172,13 @@ def test_what_torchrec_would_not_run_is_refused_and_says_why() -> None:
     means, and the fourth does not exist."""
     config = EmbeddingBagConfig(1000, 64, "t", data_type=DataType.INT8, feature_names=["f"])
     rows_with_scales = QuantEmbeddingBagCollection([config], False, META)
-    sequences = EmbeddingConfig(1000, 64, "t", data_type=DataType.INT8, feature_names=["f"])
+    of_sequences = EmbeddingConfig(1000, 64, "t", data_type=DataType.INT8, feature_names=["f"])
+    sequences = QuantEmbeddingCollection([of_sequences], META, quant_state_dict_split_scale_bias=True)
     cases = [
         (rows_with_scales, RW, [type(DEFAULT_SHARDERS[0])()], "scales lie apart from weights"),
         (rows_with_scales, CW, DEFAULT_SHARDERS, "its columns are bytes"),
         (bags(DataType.INT8, pooling=PoolingType.MEAN), RW, DEFAULT_SHARDERS, "adds up the means"),
-        (
-            QuantEmbeddingCollection([sequences], META, quant_state_dict_split_scale_bias=True),
-            CW,
-            DEFAULT_SHARDERS,
-            "no such sharding of quantized sequences on CPUs",
-        ),
+        (sequences, CW, DEFAULT_SHARDERS, "no such sharding of quantized sequences on CPUs"),
     ]
     for module, kind, sharders, reason in cases:
         constraints = {"t": ParameterConstraints(sharding_types=[kind], min_partition=32)}

@@ -5,13 +5,16 @@ not. row_wise, table_row_wise and grid_shard of pooled tables need a sharder of 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mixed import Case, MixedModel, TableSpec, Trained, alone, planner_of, sharders, train_all, untrained
 from ranks import run_on_ranks
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import SGD, Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -129,18 +132,23 @@ WRONG_ROWS = {
 """TorchRec's plan of it looks up other rows than the planner's, which is exact."""
 REFUSED = WRONG | {"sequence data_parallel": (torchrec_case("sequence", t=spec(DP)), DENSE_SEQUENCES.text)}
 """Besides, what crashes under TorchRec's plan."""
+TRAINED = EXACT | DIFFERENT | WRONG_ROWS | {name: case for name, (case, _) in WRONG.items()}
+
+
+def planned(case: Case, **arguments: Any) -> tuple[EmbeddingShardingPlanner, ShardingPlan]:
+    """The planner of two ranks, and its plan."""
+    made = planner_of(case, 2, 2, **arguments)
+    return made, made.plan(MixedModel(case), sharders(case))
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Trained]:
-    cases = EXACT | DIFFERENT | WRONG_ROWS | {name: case for name, (case, _) in WRONG.items()}
-    return run_on_ranks(train_all, {name: alone(case) for name, case in cases.items()}, world_size=1)[0]
+    return run_on_ranks(train_all, {name: alone(case) for name, case in TRAINED.items()}, world_size=1)[0]
 
 
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, Trained]]:
-    cases = EXACT | DIFFERENT | WRONG_ROWS | {name: case for name, (case, _) in WRONG.items()}
-    return run_on_ranks(train_all, cases, world_size=2)
+    return run_on_ranks(train_all, TRAINED, world_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +218,9 @@ def test_torchrec_computes_wrongly_what_is_broken(
 
 @pytest.mark.parametrize("name", WRONG_ROWS)
 def test_plans_that_look_up_other_rows_are_refused(name: str, tmp_path: Path) -> None:
-    theirs = planner_of(WRONG_ROWS[name], 2, 2)
-    plan = theirs.plan(MixedModel(WRONG_ROWS[name]), sharders(WRONG_ROWS[name]))
+    theirs, plan = planned(WRONG_ROWS[name])
     case = replace(WRONG_ROWS[name], planner="dreamshard")
-    made = planner_of(case, 2, 2)
-    made.plan(MixedModel(case), sharders(case))
+    made, _ = planned(case)
     message = f"{name}.t' is row_wise in blocks of 26, 14 rows: {MISSED_ROWS.text}"
     with pytest.raises(PlannerError, match=message):
         made.predict(plan)
@@ -225,12 +231,10 @@ def test_plans_that_look_up_other_rows_are_refused(name: str, tmp_path: Path) ->
         shard["offset"][0], shard["size"][0] = row, rows
     (tmp_path / "plan.json").write_text(json.dumps(document))
     with pytest.raises(PlannerError, match=message):
-        planner_of(case, 2, 2, plan_loader=JsonPlanLoader(tmp_path / "plan.json")).plan(
-            MixedModel(case), sharders(case)
-        )
+        planned(case, plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
     enumerator = EmbeddingEnumerator(theirs._topology, 16, theirs._constraints)
     with pytest.raises(PlannerError, match=MISSED_ROWS.text):
-        planner_of(case, 2, 2, enumerator=enumerator).plan(MixedModel(case), sharders(case))
+        planned(case, enumerator=enumerator)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -238,7 +242,7 @@ def test_what_is_broken_is_refused_even_where_it_is_named(name: str) -> None:
     case, reason = REFUSED[name]
     ours = replace(case, planner="dreamshard", exact_training=False)
     with pytest.raises(PlannerError) as error:
-        planner_of(ours, 2, 2).plan(MixedModel(ours), sharders(ours))
+        planned(ours)
     text = str(error.value)
     assert reason in text and (".t'" in text or ".w'" in text)
 
@@ -246,8 +250,7 @@ def test_what_is_broken_is_refused_even_where_it_is_named(name: str) -> None:
 def test_blocks_without_rows_are_refused_on_cpus() -> None:
     case = Case({"bags": {"t": spec(RW, 1), "w": TableSpec(1, 8, (TW, RW))}}, SGD, stock=False)
     with pytest.raises(PlannerError) as error:
-        planner_of(case, 2, 2).plan(MixedModel(case), sharders(case))
+        planned(case)
     assert "'bags.t'" in str(error.value) and f"{RW}: {BLOCKS_WITHOUT_ROWS.text}" in str(error.value)
     free = replace(case, modules={"bags": {"w": case.modules["bags"]["w"]}})
-    made = planner_of(free, 2, 2)
-    assert made.plan(MixedModel(free), sharders(free)).plan["bags"]["w"].sharding_type == TW
+    assert planned(free)[1].plan["bags"]["w"].sharding_type == TW

@@ -61,7 +61,7 @@ def test_collect_stops_after_its_seconds(tmp_path: Path) -> None:
         run(SMALL_SETS, tmp_path / "another", seconds=0.0)
 
 
-def test_collect_refuses_other_sets_and_repeats(tmp_path: Path) -> None:
+def test_a_folder_has_one_collection_at_a_time_of_the_same_sets_repeats_and_seed(tmp_path: Path) -> None:
     run(SMALL_SETS[:4], tmp_path / "sets.blocks")
     for other in (SMALL_SETS[1:], SMALL_SETS[:3]):
         with pytest.raises(DatasetError, match=r"block-\d.npz: its sets are not those asked for"):
@@ -70,6 +70,10 @@ def test_collect_refuses_other_sets_and_repeats(tmp_path: Path) -> None:
         run(SMALL_SETS, tmp_path / "sets.blocks", repeats=3)
     with pytest.raises(DatasetError, match="'threads': 1.*'threads': 2"):
         run(SMALL_SETS, tmp_path / "sets.blocks", threads=2)
+    with pytest.raises(DatasetError, match="seed 0, asked for 5"):
+        run(SMALL_SETS, tmp_path / "sets.blocks", seed=5)
+    with open_locked(tmp_path / "sets.blocks" / "lock"), pytest.raises(FileError, match="another process"):
+        run(SMALL_SETS, tmp_path / "sets.blocks")
 
 
 def test_a_damaged_block_is_named_and_left_alone(tmp_path: Path) -> None:
@@ -82,15 +86,6 @@ def test_a_damaged_block_is_named_and_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == damaged
     path.unlink()  # its two sets are measured again
     assert run(SMALL_SETS, folder).sets == SMALL_SETS
-
-
-def test_a_folder_has_one_collection_at_a_time_and_one_seed(tmp_path: Path) -> None:
-    folder = tmp_path / "sets.blocks"
-    run(SMALL_SETS[:2], folder)
-    with open_locked(folder / "lock"), pytest.raises(FileError, match="another process"):
-        run(SMALL_SETS, folder)
-    with pytest.raises(DatasetError, match="seed 0, asked for 5"):
-        run(SMALL_SETS, folder, seed=5)
 
 
 def test_sets_cover_sizes_and_attributes() -> None:

@@ -42,10 +42,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def workload(name: str = "a", **changes) -> Workload:
-    base = Workload(
-        name=name, rows=50, dim=8, batch_size=6, pooling_factor=2.5, distinct_rows=8.0, reuse_histogram=REUSE
-    )
-    return replace(base, **changes)
+    return replace(Workload(name, 50, 8, 6, 2.5, 8.0, REUSE), **changes)
 
 
 def small_arena() -> Arena:
@@ -296,9 +293,8 @@ def test_files_of_different_instruction_sets_are_kept_apart_and_older_files_go_w
     here = {**describe_hardware("cpu", 1), "instruction_set": "avx2"}
     old = {name: value for name, value in here.items() if name != "instruction_set"}
     sets = [REFERENCE_SETS["cpu"]]
-    of = [
-        CostDataset.from_sets(sets, [[[1.0, 2.0]]], one) for one in (here, old, {**here, "instruction_set": "avx512"})
-    ]
+    hardware = (here, old, {**here, "instruction_set": "avx512"})
+    of = [CostDataset.from_sets(sets, [[[1.0, 2.0]]], one) for one in hardware]
     assert len(CostDataset.concatenate(of[:2])) == 2
     with pytest.raises(DatasetError, match="avx512"):
         CostDataset.concatenate([of[0], of[2]])
@@ -324,8 +320,7 @@ def test_inputs_are_drawn_on_the_device(device: str) -> None:
         indices_L, lengths_FB = draw_inputs(wanted, torch.Generator(device).manual_seed(0))
     assert (indices_L.device.type, lengths_FB.device.type) == (device, device)
     assert (len(indices_L), int(lengths_FB.sum())) == (4096, 4096)
-    distinct = len(indices_L.unique())
-    assert distinct == 2048
+    assert len(indices_L.unique()) == 2048
 
 
 def test_sets_are_measured_on_the_device(device: str, tmp_path: Path) -> None:
@@ -369,7 +364,7 @@ def test_launch_bound_runs_get_a_longer_head_start(
     monkeypatch.setattr(_Event, "reached_before", reached_before, raising=False)
     monkeypatch.setattr(torch.Tensor, "zero_", lambda _: setattr(_Event, "flushes", _Event.flushes + 1))
     moves = []
-    kernel = FusedKernel([workload()], Arena("cpu", size_bytes=1 << 20))
+    kernel = FusedKernel([workload()], small_arena())
     monkeypatch.setattr(kernel, "move", lambda: moves.append(1))
     cuda = kernels._CudaRuns(torch.device("cpu"))
     first = cuda(kernel)

@@ -110,38 +110,6 @@ def test_options_become_workloads() -> None:
     assert problem.bytes_PC[problem.names.index("plain.a"), 3] == 64 * ((2.0 + 0.75 * 3.0) * 8 + 1.75 * bag)
 
 
-def workloads_and_problem(model: nn.Module, sharders, constraints=None):
-    expanded = planning_constraints(shardable_tables(model, sharders), constraints, WHOLE_ALONE)
-    options = EmbeddingEnumerator(topology(), batch_size=64, constraints=expanded).enumerate(model, sharders)
-    rater = PlanRater(PlannedRanks.of(topology()), OptionReader(expanded, None, sharders))
-    return rater.reader.workloads(options, topology()), rater.read(options).problem
-
-
-def test_feature_processors_make_lookups_weighted() -> None:
-    processors = {"t0_f0": PositionWeightedModule(max_feature_length=8)}
-    around = FeatureProcessedEmbeddingBagCollection(collection(table("t0"), weighted=True), processors)
-    model = nn.ModuleDict({"sparse": around})
-    workloads, _ = workloads_and_problem(model, [FeatureProcessedEmbeddingBagCollectionSharder()])
-    assert [workload.weighted for workload in workloads] == [True]
-
-
-def test_bytes_on_the_wire_are_what_is_sent() -> None:
-    model = nn.ModuleDict({"sparse": collection(table("t0"))})
-
-    def output_bytes(sharders, **constraint) -> float:
-        _, problem = workloads_and_problem(model, sharders, {"t0": ParameterConstraints(**constraint)})
-        return float(output_bytes_P(problem))
-
-    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
-    codecs = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
-    quantized = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
-    assert output_bytes(SHARDERS) == 64 * 16 * 4
-    assert output_bytes(SHARDERS, output_dtype=DataType.FP16) == 64 * 16 * 2
-    assert output_bytes([quantized]) == 64 * 16 * 2
-    for half in (SparseType.FP16, DataType.FP16):
-        assert output_bytes([EmbeddingBagCollectionSharder(fused_params={"output_dtype": half})]) == 64 * 16 * 2
-
-
 ROWS, DIM, SAMPLES, LENGTH, RANKS = 10_000, 32, 128, 20, 4
 
 
@@ -268,3 +236,25 @@ def test_weights_and_all_states_are_averaged_with_replicas(optimizer: type, valu
     kinds = {"sharding_types": ["table_wise"], "compute_kernels": ["fused"]}
     _, found = read(model, EmbeddingBagCollectionSharder(), None, "cuda", **kinds)
     assert [part.synced_bytes for part in found.parts] == [ROWS * values_per_row * 4]
+
+
+def test_feature_processors_make_lookups_weighted() -> None:
+    processors = {"t_f0": PositionWeightedModule(max_feature_length=8)}
+    around = FeatureProcessedEmbeddingBagCollection(collection(table("t"), weighted=True), processors)
+    model, sharder = nn.ModuleDict({"sparse": around}), FeatureProcessedEmbeddingBagCollectionSharder()
+    workloads, _ = read(model, sharder, sharding_types=["table_wise"], compute_kernels=["fused"])
+    assert [workload.weighted for workload in workloads] == [True]
+
+
+def test_bytes_on_the_wire_are_what_is_sent() -> None:
+    def output_bytes(sharder: EmbeddingBagCollectionSharder, **constraint) -> float:
+        _, found = read(bag_model(), sharder, sharding_types=["table_wise"], compute_kernels=["fused"], **constraint)
+        return float(output_bytes_P(found.problem))
+
+    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
+    codecs = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+    assert output_bytes(*SHARDERS) == SAMPLES * DIM * 4
+    assert output_bytes(*SHARDERS, output_dtype=DataType.FP16) == SAMPLES * DIM * 2
+    halves = [EmbeddingBagCollectionSharder({"output_dtype": half}) for half in (SparseType.FP16, DataType.FP16)]
+    for sharder in (EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs), *halves):
+        assert output_bytes(sharder) == SAMPLES * DIM * 2

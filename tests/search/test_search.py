@@ -185,13 +185,7 @@ def preloaded(cost: Cost, collectives: int) -> Cost:
 
 @pytest.mark.parametrize(
     "groups, collectives, cores",
-    [
-        (1, 0, None),
-        (3, 0, SharedCores(2, 4)),
-        (1, 1, SharedCores(1.5, 2)),
-        (2, 2, None),
-        (3, 4, SharedCores(1, 4)),
-    ],
+    [(1, 0, None), (3, 0, SharedCores(2, 4)), (1, 1, SharedCores(1.5, 2)), (2, 2, None), (3, 4, SharedCores(1, 4))],
 )
 def test_search_keeps_its_sums(groups: int, collectives: int, cores: SharedCores | None) -> None:
     """The incremental costs of candidates are those of a rating from scratch, in each of several placements."""

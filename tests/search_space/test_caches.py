@@ -2,6 +2,7 @@
 """Tables in host memory, cached on the device: load factors are kept, read and said, and nothing rests on a guess."""
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,15 @@ from dreamshard_planner.workload.reuse import default_reuse
 CACHED = "fused_uvm_caching"
 
 
+@dataclass(frozen=True)
 class Cacheability(CacheStatistics):
     """Statistics of a table whose misses fall as its cache grows."""
 
-    def __init__(self, lookups: int) -> None:
-        self._lookups = lookups
-
-    @property
-    def expected_lookups(self) -> int:
-        return self._lookups
+    expected_lookups: int = 0
+    cacheability: float = 0.5
 
     def expected_miss_rate(self, clf: float) -> float:
         return (1 - clf) ** 2
-
-    @property
-    def cacheability(self) -> float:
-        return 0.5
 
 
 def model() -> EmbeddingBagCollection:

@@ -35,7 +35,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner import DreamShardPlanner, FeatureStatistics, ShardingGroups, TableStatistics
+from dreamshard_planner import FeatureStatistics, ShardingGroups, TableStatistics
 from dreamshard_planner.planning.page import save_html
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
@@ -412,24 +412,15 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHARDING_TYPES, TOY, spec)
 
 
-TOPOLOGY = Topology(2 * HOST, "cuda", local_world_size=HOST, hbm_cap=2**34, ddr_cap=2**34)
-SAMPLES = 512
-
-
-def toy_model() -> nn.Module:
-    return nn.ModuleDict({"sparse": collection(*(table(f"t{i}", 1000, 64) for i in range(3)))})
-
-
 @pytest.mark.usefixtures("toy")
 def test_a_new_type_is_a_row(tmp_path: Path) -> None:
     """From its options to ranks, report, page and file."""
-
+    model = nn.ModuleDict({"sparse": collection(*(table(f"t{i}", 1000, 64) for i in range(3)))})
+    four = Topology(2 * HOST, "cuda", local_world_size=HOST, hbm_cap=2**34, ddr_cap=2**34)
     types = {"t0": TOY, "t1": TOY, "t2": "table_wise"}
     constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()}
-    enumerator = ToyEnumerator(TOPOLOGY, SAMPLES)
-    arguments = {"constraints": constraints, "enumerator": enumerator, "stats": [], "debug": False}
-    made = DreamShardPlanner(topology=TOPOLOGY, batch_size=SAMPLES, **arguments)
-    sharding = made.plan(toy_model(), [ToySharder()]).plan["sparse"]
+    made = planner(topology=four, constraints=constraints, enumerator=ToyEnumerator(four, 64))
+    sharding = made.plan(model, [ToySharder()]).plan["sparse"]
     assert all(sharding[name].ranks in ([0, 1], [2, 3]) for name in ("t0", "t1"))
     report = made.report()
     assert report.sharding_types == {TOY: 2, "table_wise": 1}

@@ -19,12 +19,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
 
-from dreamshard_planner.search_space.modules import (
-    TableModule,
-    doubtful_tables,
-    shardable_tables,
-    without_weights,
-)
+from dreamshard_planner.search_space.modules import TableModule, doubtful_tables, shardable_tables, without_weights
 from dreamshard_planner.search_space.sharding_types import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS
 from dreamshard_planner.torchrec_components.compat import sharder_of_tables
 from tests.counted import counted

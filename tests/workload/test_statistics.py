@@ -78,7 +78,8 @@ def test_batches_of_torchrec_and_a_single_one() -> None:
     assert list(TableStatistics.from_batches(sparse, keys=["b"])) == ["b"]
 
 
-ONE = batch([1], [1, 0, 0, 0])
+ONE, OTHER = batch([1], [1, 0, 0, 0]), KeyedJaggedTensor(["a", "c"], torch.tensor([1]), lengths=torch.tensor([1, 0]))
+FRACTIONS = KeyedJaggedTensor(["f"], torch.tensor([0.5, 2.0]), lengths=torch.tensor([1, 1]))
 
 
 @pytest.mark.parametrize(
@@ -89,17 +90,9 @@ ONE = batch([1], [1, 0, 0, 0])
         ("a", None, "batches must be an iterable of KeyedJaggedTensor, got str"),
         ([ONE], "ab", "keys must be a list of feature names, got the string 'ab'"),
         ([ONE], ["b", "c"], r"the batches lack \['c'\]"),
-        (
-            [ONE, KeyedJaggedTensor(["a", "c"], torch.tensor([1]), lengths=torch.tensor([1, 0]))],
-            None,
-            "batch 1 .*'b', 'c'",
-        ),
+        ([ONE, OTHER], None, "batch 1 .*'b', 'c'"),
         ([batch([], [])], None, "feature 'a': all batches are without samples"),
-        (
-            KeyedJaggedTensor(["f"], torch.tensor([0.5, 2.0]), lengths=torch.tensor([1, 1])),
-            None,
-            "feature 'f': ids must be whole numbers, got torch.float32",
-        ),
+        (FRACTIONS, None, "feature 'f': ids must be whole numbers, got torch.float32"),
     ],
 )
 def test_batches_that_cannot_be_counted_are_refused(batches: object, keys: object, reason: str) -> None:
