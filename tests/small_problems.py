@@ -1,7 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Small problems of tables, options and units, tiny placement tasks, and their costs."""
 
+import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -101,3 +103,10 @@ def storage_problem(sizes: list[int], capacities: list[int]) -> Problem:
     base = make_cost(len(sizes), len(capacities)).problem
     problem = replace(base, needs_PM=torch.tensor(sizes)[:, None], limits_DM=torch.tensor(capacities)[:, None])
     return with_options(problem)
+
+
+def choices(problem: Problem, table: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Every way to shard a table: an option, by its number, and positions of its units."""
+    for index, option in enumerate(problem.tables[table]):
+        positions = [range(problem.num_ranks // option.span)] * option.units
+        yield from ((index, places) for places in itertools.product(*positions))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_problems import RANKS, ROOFLINE, make_cost, sharding_cost
+from small_problems import ROOFLINE, choices, make_cost, sharding_cost
 from torch import Tensor
 
 import gpu_prior
@@ -20,21 +20,6 @@ from dreamshard_planner.cost.problem import Cost, Sharding, SharedCores
 from dreamshard_planner.cost.roofline import AMD_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.workload.tables import FEATURE_INDEX, WORK, Workload, feature_matrix
 from paper.networks import PaperCostNetwork
-
-
-def shardings(cost: Cost) -> list[Sharding]:
-    """Every sharding that there is."""
-    per_table = []
-    for options in cost.problem.tables:
-        choices = []
-        for index, option in enumerate(options):
-            positions = [range(RANKS // option.span)] * option.units
-            choices += [(index, places) for places in itertools.product(*positions)]
-        per_table.append(choices)
-    return [
-        Sharding(tuple(option for option, _ in chosen), tuple(places for _, places in chosen))
-        for chosen in itertools.product(*per_table)
-    ]
 
 
 def formula_ms(cost: Cost, laid: Iterable[tuple[int, int]]) -> float:
@@ -72,7 +57,8 @@ def formula_ms(cost: Cost, laid: Iterable[tuple[int, int]]) -> float:
 
 def test_rating_of_shardings_is_the_formula() -> None:
     cost = sharding_cost(2, latency_ms=0.05)
-    for sharding in shardings(cost):
+    per_table = (choices(cost.problem, table) for table in range(cost.problem.num_tables))
+    for sharding in (Sharding(*zip(*chosen, strict=True)) for chosen in itertools.product(*per_table)):
         laid = [
             (part, place * options[option].span + offset)
             for options, option, places in zip(cost.problem.tables, sharding.options, sharding.positions, strict=True)

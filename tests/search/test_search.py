@@ -6,7 +6,6 @@ Shapes: X shardings, K ways to shard a table (an option and positions of its uni
 channels.
 """
 
-import itertools
 import random
 import re
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TypeAlias
 import pytest
 import torch
 from small_models import collection, planner, table
-from small_problems import HOST, MEMORY, RANKS, make_cost, sharding_cost, storage_problem
+from small_problems import HOST, MEMORY, RANKS, choices, make_cost, sharding_cost, storage_problem
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -281,12 +280,10 @@ def optimum_ms(cost: Cost) -> float:
 def _choices(cost: Cost, table: int) -> tuple[Tensor, Tensor, Tensor]:
     """Latents [K, D, G, H], bytes sent [K, C, D] and memory [K, D, M] of every way to shard a table."""
     laid = []
-    for option in cost.problem.tables[table]:
-        places = [range(cost.problem.num_ranks // option.span)] * option.units
-        for positions in itertools.product(*places):
-            rank_X, part_X = torch.tensor(option.ranks(positions)), torch.tensor(option.parts)
-            sums = (cost.group_latents, cost.bytes_sent, cost.problem.taken)
-            laid.append([of(rank_X, part_X) for of in sums])
+    for index, positions in choices(cost.problem, table):
+        option = cost.problem.tables[table][index]
+        rank_X, part_X = torch.tensor(option.ranks(positions)), torch.tensor(option.parts)
+        laid.append([sums(rank_X, part_X) for sums in (cost.group_latents, cost.bytes_sent, cost.problem.taken)])
     return tuple(torch.stack(sums) for sums in zip(*laid, strict=True))
 
 
