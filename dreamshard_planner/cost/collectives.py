@@ -18,15 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from numbers import Real
+from typing import Annotated, ClassVar
 
 import torch
-from pydantic import Field
 from scipy.optimize import nnls
 from torch import Tensor
 from torchrec.distributed.planner.types import Topology
 
-from dreamshard_planner.support.documents import Several
+from dreamshard_planner.support.documents import STRICT, Several, one_of
+from dreamshard_planner.support.formatting import checked
 
 LATENCY_MS = 0.02
 """Start-up of one collective: the order of a small NCCL all-to-all within a node."""
@@ -48,19 +49,21 @@ LOOKUP_EXCHANGES = 3
 """One after the other: how many they are, lengths and ids. Weights are one more."""
 
 
-Fitted = Annotated[float, Field(ge=0, le=1e300)]
-FittedRate = Annotated[float, Field(ge=1e-300, le=1e300)]
-
-
 @dataclass(frozen=True)
 class CollectiveFit:
     """Latency and bandwidths fitted to the measured times of one collective."""
 
-    latency_ms: Fitted
-    bytes_per_ms: FittedRate
-    shared_bytes_per_ms: FittedRate
-    relative_error: Fitted
+    __pydantic_config__: ClassVar = STRICT
+    latency_ms: float
+    bytes_per_ms: float
+    shared_bytes_per_ms: float
+    relative_error: float
     """Median relative error of the fit."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 1e-300 if name.endswith("bytes_per_ms") else 0
+            checked(name, value, least, 1e300, Real)
 
     @classmethod
     def to_samples(cls, slowest_P: Tensor, total_P: Tensor, time_ms_P: Tensor) -> CollectiveFit:
@@ -122,7 +125,7 @@ class MeasuredCollectives:
     backend: str
     world_size: Several
     hardware: MeasuredOn
-    fits: dict[str, CollectiveFit | None]
+    fits: dict[Annotated[str, one_of((*OPERATIONS, *LOOKUPS))], CollectiveFit | None]
     """Fits of all :data:`OPERATIONS`, and of :data:`LOOKUPS` if these were measured; None if training steps did not
     tell."""
     revision: int = 1
@@ -135,7 +138,8 @@ class MeasuredCollectives:
             raise ValueError(f"revision must be {REVISION}, got {self.revision}: measure the collectives again")
         if not (self.hardware.device and self.hardware.name):
             raise ValueError("hardware must have a device and a name")
-        if missing := [name for name in OPERATIONS if name not in self.fits]:
+        needed = (*OPERATIONS, *LOOKUPS) if self.fits.keys() & set(LOOKUPS) else OPERATIONS
+        if missing := [name for name in needed if name not in self.fits]:
             raise ValueError(f"fits lack {', '.join(missing)}")
 
     @property

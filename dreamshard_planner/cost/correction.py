@@ -7,7 +7,8 @@ states. So each optimizer's forward and backward is *scale* x network + *a* x di
 numbers, of which few sets carry some and a dozen most. They apply where held-out sets say that they are better than
 what was in use. Calibration and learning from training steps choose them alike.
 
-Shapes: S shards, X sets of one optimizer, N = 5 numbers, K of them that are fitted.
+Shapes: S shards, X sets of one optimizer, or groups of any leading dimensions, N = 5 numbers, K of them that are
+fitted, O optimizers, H latent channels.
 """
 
 from __future__ import annotations

@@ -125,8 +125,9 @@ class StepRecorder:
 
     def _keep(self, step: Step) -> None:
         intervals: dict[str, list[list[float]]] = defaultdict(list)
-        for name, *marks, computed in step.intervals:
-            intervals[name].append([self.clock.elapsed_ms(step.start, mark, computed) for mark in marks])
+        for name, start, end, computed in step.intervals:
+            begun = self.clock.elapsed_ms(step.start, start, False)
+            intervals[name].append([begun, begun + self.clock.elapsed_ms(start, end, computed)])
         if all(name in intervals for name in NEEDED) and step.index % self._stride == 0:
             self._kept[step.index] = step.amounts | {name: covered_ms(some) for name, some in intervals.items()}
         if len(self._kept) > MOST_STEPS:

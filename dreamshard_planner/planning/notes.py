@@ -1,5 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The report on a rated plan, with notes on its costs."""
+"""The report on a rated plan, with notes on its costs.
+
+Shapes: P parts, F features, D ranks, X parts of an option.
+"""
 
 from __future__ import annotations
 

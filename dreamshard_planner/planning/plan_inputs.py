@@ -9,10 +9,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from torchrec.distributed.planner.constants import (
-    BWD_COMPUTE_MULTIPLIER,
-    WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
-)
+from torchrec.distributed.planner.constants import BWD_COMPUTE_MULTIPLIER, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER
 from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
     CollectiveType,

@@ -1,6 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Reading and rating of plans, shared by all components of one planner, and the sources of their costs: the
 checkpoint's network, bandwidths, or TorchRec's estimates.
+
+Shapes: P parts, H latent channels, C collectives, 2 (forward, backward).
 """
 
 from __future__ import annotations

@@ -22,15 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torchrec.distributed.planner.constants import (
-    BATCH_SIZE,
-    POOLING_FACTOR,
-)
+from torchrec.distributed.planner.constants import BATCH_SIZE, POOLING_FACTOR
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Topology,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.checkpoints import choice
@@ -148,8 +142,6 @@ class PlannerSettings:
 
 SAVED = ("cost_source", "sharding_types", "exact_training", "optimizers_attached", "seed")
 """Settings in every plan file, by which its job is planned again."""
-
-
 SAVED_IF_GIVEN = ("effort", "least_gain", "hot_rows_bytes", "vocabulary")
 """Further such settings, which a plan file lacks if they have their default, as files of earlier releases do."""
 

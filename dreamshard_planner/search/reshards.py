@@ -221,8 +221,14 @@ class ShardingState(State):
                 if one is not now and (one.sharding_type, one.part_UL.shape) == (now.sharding_type, now.part_UL.shape)
             ]
         for gain, table, option in sorted(gains):
-            if gain < 0 and before.now(table) == self.sharding.now(table):
-                self._take_best([[(table, option, before.positions[table])]])
+            if gain >= 0 or before.now(table) != self.sharding.now(table):
+                continue
+            change = table, option, before.positions[table]
+            device_QD, bytes_QCD, fits_Q = self.after([[change]])
+            computed_Q = compute_ms(device_QD, self.problem.shared_cores)
+            after_Q = overall_ms(computed_Q, self.problem.collectives.ms(bytes_QCD))
+            if fits_Q[0] and after_Q[0] <= self.overall_ms() * (1 + 1e-12):  # but for rounding
+                self.change(*change)
 
     def heaviest(self) -> list[int]:
         """Tables that burden the slowest rank, or the exchanges, most, whether or not they may be split otherwise."""

@@ -151,7 +151,7 @@ def descended(cost: Cost, start: Sharding, effort: float) -> Sharding:
     """Return where one descent from a feasible sharding ends: near it, as such searches go."""
     descents = _Descents(cost, start, effort, 0, _budget(cost, effort))
     descents.descend(start)
-    return descents.best
+    return descents.with_cheaper_kernels(descents.best)
 
 
 class _Descents:
@@ -172,11 +172,16 @@ class _Descents:
         starts_BS = torch.stack([self._cost.chosen(start).assignment_S for start in starts])
         patience = portion(LAST_PATIENCE, self._effort)
         best_S = local_search(chosen.cost, starts_BS, budget, self._generator, patience)
-        state = self._state(chosen.placed(best_S))
-        state.prefer_cheaper_kernels()
-        best_ms, candidates = self._cost.overall_ms(state.sharding), self._candidates + budget.used
+        best = self.with_cheaper_kernels(chosen.placed(best_S))
+        best_ms, candidates = self._cost.overall_ms(best), self._candidates + budget.used
         cut_short = self.budget.cut_short or budget.cut_short or not in_time
-        return SearchResult(state.sharding, best_ms, self.budget.used, candidates, cut_short, tuple(extra))
+        return SearchResult(best, best_ms, self.budget.used, candidates, cut_short, tuple(extra))
+
+    def with_cheaper_kernels(self, sharding: Sharding) -> Sharding:
+        """Return a sharding with the cheapest kernels that fit."""
+        state = self._state(sharding)
+        state.prefer_cheaper_kernels()
+        return state.sharding
 
     def _moves(self, count: int) -> Budget:
         return Budget(portion(count, self._effort), self.budget.until)

@@ -16,11 +16,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 from torch import nn
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Shard,
-    ShardingOption,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingCollection

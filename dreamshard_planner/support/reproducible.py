@@ -53,7 +53,8 @@ def canonical(value: Any, depth: int = MAX_DEPTH) -> str:
         return canonical(part, depth - 1)
 
     if isinstance(value, (np.generic, np.ndarray)):
-        return inner(value.tolist())
+        plain = value.tolist()
+        return repr(value) if type(plain) is type(value) else inner(plain)
     if isinstance(value, partial):
         return inner((value.func, value.args, value.keywords))
     if isinstance(value, Mapping):

@@ -21,12 +21,7 @@ from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
 from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimator, EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from torchrec.distributed.planner.types import (
-    DeviceHardware,
-    ParameterConstraints,
-    StorageReservation,
-    Topology,
-)
+from torchrec.distributed.planner.types import DeviceHardware, ParameterConstraints, StorageReservation, Topology
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding_plan import placement

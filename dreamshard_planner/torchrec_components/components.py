@@ -207,10 +207,10 @@ def kept_observed(
         return None
     try:
         options = list(model.matched(fastest).values())
+        searched, gain = _gain(model, plan, options)
     except PlannerError:  # memory, constraints or rules have changed
         return None
-    earlier, searched = (model.rater.rated(one, model.room) for one in (options, plan))
-    least, gain = least_gain(model.ranks.checkpoint), 1 - searched.total_ms / max(earlier.total_ms, 1e-9)
+    least = least_gain(model.ranks.checkpoint)
     if slow_ms is not None:
         text = (
             "an earlier plan takes the place of the planned one, which was observed to be slower: "
@@ -224,7 +224,17 @@ def kept_observed(
     else:
         return None
     logger.log(logging.INFO if slow_ms is None else logging.WARNING, "%s", text)
-    return Replacement(options, Note("search", text), ReportEntry.of("searched", searched.costs))
+    return Replacement(options, Note("search", text), searched)
+
+
+@single_thread()
+def _gain(
+    model: ModelProblem, plan: Sequence[ShardingOption], other: Sequence[ShardingOption]
+) -> tuple[ReportEntry, float]:
+    """Return the cost of the searched plan, and the share of the other's cost that it gains."""
+    searched, known = (model.rater.rated(one, model.room) for one in (plan, other))
+    gain = 1 - searched.total_ms / max(known.total_ms, 1e-9)
+    return ReportEntry.of("searched", searched.costs), gain
 
 
 def kept_baseline(
@@ -244,8 +254,7 @@ def kept_baseline(
     least = (LEAST_GAIN if guessed else 0.0) if settings.least_gain is None else settings.least_gain
     if theirs is None or not settings.falls_back or least == 0.0 or signatures(theirs) == signatures(plan):
         return None
-    baseline, searched = (model.rater.rated(one, model.room) for one in (theirs, plan))
-    gain = 1 - searched.total_ms / max(baseline.total_ms, 1e-9)
+    searched, gain = _gain(model, plan, theirs)
     if gain >= least:
         return None
     text = (
@@ -255,7 +264,7 @@ def kept_baseline(
     if settings.least_gain is None:
         text += ", since lookups per sample are guessed; statistics would tell which plan is better"
     note = Note("search", text, {"gain": gain, "least_gain": least})
-    return Replacement(baseline.options, note, ReportEntry.of("searched", searched.costs))
+    return Replacement(list(theirs), note, searched)
 
 
 class JsonPlanLoader(PlanLoader):

@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 from typing import TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from small_models import collection, planner, table
@@ -297,3 +298,16 @@ def test_plans_of_small_problems_are_within_a_hundredth_of_the_best(cost_source:
     options = session.rater.certain_options(session.search_space)
     best_ms = optimum_ms(session.rater.cost(session.rater.read(options, session.room)))
     assert best_ms * (1 - 1e-6) <= made.report().chosen.total_ms <= best_ms * 1.01
+
+
+def test_a_table_leaves_slower_memory_however_little_that_gains() -> None:
+    cost = sharding_cost(2)
+    problem, whole = cost.problem, [cost.problem.tables[0][0].parts[0]]
+    names = ("features_PF", "group_P", "needs_PM", "bytes_PC")
+    grown = {name: torch.cat([getattr(problem, name), getattr(problem, name)[whole]]) for name in names}
+    slower = replace(problem.tables[0][0], part_UL=np.array([[problem.num_parts]]), kernel="fused_uvm")
+    problem = replace(problem, tables=((*problem.tables[0], slower), problem.tables[1]), **grown)
+    latent_PH = torch.cat([cost.latent_PH, cost.latent_PH[whole] + torch.tensor([0.0, 1e-7, 0.0])])
+    state = ShardingState(Cost(problem, cost.compute, latent_PH), Sharding((5, 0), ((0,), (1,))), unit=1e3)
+    state.prefer_cheaper_kernels()
+    assert state.sharding == Sharding((0, 0), ((0,), (1,)))
