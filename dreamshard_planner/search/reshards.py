@@ -130,8 +130,12 @@ class State:
 
     def overall_ms(self) -> Tensor:
         """Cost of each plan, [B]."""
-        computed_B = compute_ms(self.device_ms_D, self.problem.shared_cores)
-        return overall_ms(computed_B, self.problem.collectives.ms(self.bytes_CD))
+        return self.overall_of(self.device_ms_D, self.bytes_CD)
+
+    def overall_of(self, device_ms_XD: Tensor, bytes_XCD: Tensor) -> Tensor:
+        """Cost, [X], if the ranks compute for so long and send so many bytes."""
+        computed_X = compute_ms(device_ms_XD, self.problem.shared_cores)
+        return overall_ms(computed_X, self.problem.collectives.ms(bytes_XCD))
 
 
 class ShardingState(State):
@@ -195,8 +199,7 @@ class ShardingState(State):
         self, changes: Sequence[Sequence[Change]], device_QD: Tensor, bytes_QCD: Tensor, fits_Q: Tensor
     ) -> Tried:
         """Return the costs after trials, see :meth:`after`."""
-        overall_Q = overall_ms(compute_ms(device_QD, self.problem.shared_cores), self.problem.collectives.ms(bytes_QCD))
-        overall_Q = in_steps(overall_Q, self._unit).masked_fill(~fits_Q, torch.inf)
+        overall_Q = in_steps(self.overall_of(device_QD, bytes_QCD), self._unit).masked_fill(~fits_Q, torch.inf)
         return Tried(changes, overall_Q, self.square(device_QD, bytes_QCD))
 
     def force(self, table: int, option: int) -> None:
@@ -225,9 +228,8 @@ class ShardingState(State):
                 continue
             change = table, option, before.positions[table]
             device_QD, bytes_QCD, fits_Q = self.after([[change]])
-            computed_Q = compute_ms(device_QD, self.problem.shared_cores)
-            after_Q = overall_ms(computed_Q, self.problem.collectives.ms(bytes_QCD))
-            if fits_Q[0] and after_Q[0] <= self.overall_ms() * (1 + 1e-12):  # but for rounding
+            overall_Q = self.overall_of(device_QD, bytes_QCD)
+            if fits_Q[0] and overall_Q[0] <= self.overall_ms() * (1 + 1e-12):  # but for rounding
                 self.change(*change)
 
     def heaviest(self) -> list[int]:
